@@ -1,0 +1,531 @@
+"""The order of the stages: an update in, one payload out (convert, correct, compress), and back.
+
+`encode_update` is what a client does, `decode_update` and `accumulate_update` what the parameter
+server does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co3_flower import kernels
+from co3_flower.bitstream import (
+    NUM_STREAMS,
+    chunk_size,
+    decode_symbols,
+    encode_symbols,
+    run_parts,
+    split_evenly,
+)
+from co3_flower.config import CodecConfig
+from co3_flower.errors import ConfigError, PayloadError
+from co3_flower.feedback import check_residual
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, as_arrays
+from co3_flower.payload import (
+    BUFFER_FORMAT,
+    SCHEME_CO3,
+    SCHEME_NONE,
+    Parts,
+    read_payload,
+    write_payload,
+)
+from co3_flower.quantize import kernel_format, rule_table
+from co3_flower.stats import UpdateStats, update_stats
+from co3_flower.tables import Converted, choose_tables
+
+_BUFFER_GAMMA = 1.0
+_BUFFER_SCALE = "mse"
+
+
+@dataclass(frozen=True)
+class EncodedUpdate:
+    """What `encode_update` returns.
+
+    Attributes
+    ----------
+    payload : bytes
+        All that goes up to the server.
+    residual : dict of str to float32 array
+        What the conversion lost of the coded tensors and buffers, for the next round.
+    stats : UpdateStats
+        Sizes and errors.
+    """
+
+    payload: bytes
+    residual: dict[str, NDArray[np.float32]]
+    stats: UpdateStats
+
+
+def encode_update(
+    update: Mapping[str, Any],
+    residual: Mapping[str, NDArray[np.float32]] | None,
+    config: CodecConfig,
+    max_payload_bytes: int | None = None,
+) -> EncodedUpdate:
+    """Convert, correct and compress a client's update into one payload.
+
+    Parameters
+    ----------
+    update : mapping of str to array
+        Gradient or weight difference, tensor by tensor in a fixed order: NumPy arrays or torch
+        tensors, floats to be coded, integers and booleans sent as they are. Not changed.
+    residual : mapping of str to float32 array, or None
+        The `residual` of the last round's result, or None in the first round. Not changed.
+    config : CodecConfig
+        How to encode.
+    max_payload_bytes : int, optional
+        A larger payload becomes a zero update whose residual is the whole compensated update.
+
+    Returns
+    -------
+    EncodedUpdate
+        Payload, next residual and statistics.
+
+    Raises
+    ------
+    TypeError
+        If an entry has a dtype that cannot travel.
+    ValueError
+        If a float tensor (or its compensated form) holds NaN or infinity, a selected name is
+        missing, or the residual does not fit the update.
+
+    Examples
+    --------
+    >>> update = {"w": np.float32([[0.5, -1.0], [0.25, 0.0]])}
+    >>> encoded = encode_update(update, None, CodecConfig(format="e2m1", scale="unit"))
+    >>> decode_update(encoded.payload, update)["w"].tolist()
+    [[0.5, -1.0], [0.0, 0.0]]
+    >>> encoded.residual["w"].tolist()
+    [[0.0, 0.0], [0.25, 0.0]]
+
+    References
+    ----------
+    arXiv 2203.09044 (CO3), the three operations of a user.
+    """
+    arrays = as_arrays(update)
+    layout = Layout.of(arrays)
+    kinds = _choose_kinds(layout, config)
+    plan = layout.plan(kinds, config.min_numel)
+    raw = _raw_bytes(arrays, layout, plan)
+    flat, symbols, coded, buffers = _convert(arrays, residual, layout, plan, config)
+    payload, stats = _compress(layout, kinds, plan, config, symbols, coded, buffers, raw)
+    if max_payload_bytes is not None and len(payload) > max_payload_bytes:
+        flat, symbols, coded, buffers = _withhold(
+            arrays, residual, layout, plan, config, coded, buffers
+        )
+        payload, stats = _compress(layout, kinds, plan, config, symbols, coded, buffers, raw)
+    return EncodedUpdate(payload, _unflatten(flat, layout, plan), stats)
+
+
+def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
+    """Put an update in a payload as it is (the compressor "none"): every tensor raw, no residual.
+
+    Parameters
+    ----------
+    update : mapping of str to array
+        As for `encode_update`; dtypes are kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `encode_update`.
+
+    Examples
+    --------
+    >>> encoded = encode_raw_update({"w": np.float32([0.1, 0.2])})
+    >>> encoded.stats.raw_bits, encoded.residual
+    (64, {})
+    """
+    arrays = as_arrays(update)
+    layout = Layout.of(arrays)
+    kinds = (Kind.RAW,) * len(layout)
+    config = CodecConfig()
+    plan = layout.plan(kinds, config.min_numel)
+    none = np.zeros(0, np.int64)
+    coded, buffers = (
+        Converted.empty(config.float_format, none),
+        Converted.empty(BUFFER_FORMAT, none),
+    )
+    raw = _raw_bytes(arrays, layout, plan)
+    payload, stats = _compress(
+        layout, kinds, plan, config, np.zeros(0, np.uint8), coded, buffers, raw, scheme=SCHEME_NONE
+    )
+    return EncodedUpdate(payload, {}, stats)
+
+
+def decode_update(
+    payload: bytes | memoryview, like: Layout | Mapping[str, Any], num_threads: int = 1
+) -> dict[str, NDArray[Any]]:
+    """Decode a payload.
+
+    Parameters
+    ----------
+    payload : bytes-like
+        What a client sent.
+    like : Layout or mapping of str to array
+        Names and shapes in order, and the dtypes of integer, bool and raw tensors.
+    num_threads : int
+        Threads that decode; the result does not depend on it.
+
+    Returns
+    -------
+    dict of str to array
+        Float32 for coded tensors and buffers, raw tensors in their own dtype; new arrays in the
+        layout's shapes.
+
+    Raises
+    ------
+    PayloadError
+        If the bytes are no sound payload of this layout.
+    """
+    layout = Layout.of(like)
+    parts, plan = read_payload(payload, layout)
+    raw = _read_raw(parts, layout, plan)
+    symbols = _decode_symbols(parts, plan, num_threads)
+    values = _value_tables(parts, plan, np.float32(1.0))
+    decoded = [np.empty(layout.shapes[i], np.float32) for i in plan.order]
+
+    def look_up(first: int, last: int) -> None:
+        for j in range(first, last):
+            part = symbols[plan.offsets[j] : plan.offsets[j + 1]]
+            kernels.look_up(decoded[j].reshape(-1), part, values[j])
+
+    run_parts(look_up, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
+    by_position = dict(zip(plan.order, decoded, strict=True)) | raw
+    return {name: by_position[i] for i, name in enumerate(layout.names)}
+
+
+def accumulate_update(
+    payload: bytes | memoryview,
+    accumulator: Mapping[str, NDArray[np.float32]],
+    weight: float,
+    like: Layout | Mapping[str, Any] | None = None,
+    num_threads: int = 1,
+) -> dict[str, NDArray[Any]]:
+    """Decode a payload straight into a weighted sum: ``acc = f32(acc + f32(f32(weight) * y))``.
+
+    Parameters
+    ----------
+    payload : bytes-like
+        What a client sent.
+    accumulator : mapping of str to float32 array
+        C-contiguous sums of the coded tensors and buffers, changed in place; entries of raw tensors
+        are not touched.
+    weight : float
+        Weight of this client, such as its number of examples.
+    like : Layout or mapping of str to array, optional
+        The layout; by default that of the accumulator, which suffices where no tensor is raw.
+    num_threads : int
+        Threads that decode and add; the result does not depend on it.
+
+    Returns
+    -------
+    dict of str to array
+        The raw tensors, not weighted.
+
+    Raises
+    ------
+    PayloadError
+        If the bytes are no sound payload of this layout; the accumulator is then as it was.
+    ValueError
+        If the accumulator lacks a tensor or has another shape or dtype, or the weight is not
+        finite.
+
+    Examples
+    --------
+    >>> update = {"w": np.float32([0.5, -1.0])}
+    >>> encoded = encode_update(update, None, CodecConfig(scale="unit"))
+    >>> total = {"w": np.zeros(2, np.float32)}
+    >>> accumulate_update(encoded.payload, total, weight=3)
+    {}
+    >>> total["w"].tolist()
+    [1.5, -3.0]
+
+    References
+    ----------
+    arXiv 2203.09044, the aggregation at the parameter server (eq. 4 with weights).
+    """
+    factor = np.float32(weight)
+    if not np.isfinite(factor):
+        raise ValueError(f"weight must be finite in float32, got {weight!r}")
+    layout = Layout.of(accumulator if like is None else like)
+    parts, plan = read_payload(payload, layout)
+    raw = _read_raw(parts, layout, plan)
+    sums = [_accumulator_of(accumulator, layout, i) for i in plan.order]
+    symbols = _decode_symbols(parts, plan, num_threads)
+    values = _value_tables(parts, plan, factor)
+
+    def add(first: int, last: int) -> None:
+        for j in range(first, last):
+            kernels.accumulate(sums[j], symbols[plan.offsets[j] : plan.offsets[j + 1]], values[j])
+
+    run_parts(add, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
+    return {layout.names[i]: array for i, array in raw.items()}
+
+
+def _choose_kinds(layout: Layout, config: CodecConfig) -> tuple[Kind, ...]:
+    raw, buffers = layout.select(config.raw, "raw"), layout.select(config.buffers, "buffers")
+    if raw & buffers:
+        names = ", ".join(repr(layout.names[i]) for i in sorted(raw & buffers))
+        raise ConfigError(f"raw and buffers must not share tensors, got {names} in both")
+    return tuple(
+        Kind.RAW
+        if i in raw or dtype not in FLOAT_DTYPES
+        else Kind.BUFFER
+        if i in buffers
+        else Kind.CODED
+        for i, dtype in enumerate(layout.dtypes)
+    )
+
+
+def _raw_bytes(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -> tuple[bytes, ...]:
+    raw = []
+    for i in plan.raw:
+        array = arrays[layout.names[i]]
+        if array.dtype in FLOAT_DTYPES and not np.isfinite(array).all():
+            bad = int((~np.isfinite(array)).sum())
+            raise ValueError(
+                f"update must be finite, got {bad} NaN or infinite entries in {layout.names[i]!r}"
+            )
+        raw.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return tuple(raw)
+
+
+def _convert(
+    arrays: Mapping[str, NDArray[Any]],
+    residual: Mapping[str, NDArray[np.float32]] | None,
+    layout: Layout,
+    plan: Plan,
+    config: CodecConfig,
+) -> tuple[NDArray[np.float32], NDArray[np.uint8], Converted, Converted]:
+    """Flat residual, flat symbols, and the two groups of tensors after conversion."""
+    v = _flatten(arrays, layout, plan)
+    memory = _flatten_residual(residual, layout, plan)
+    gammas = _gammas(plan, config)
+    sizes = np.diff(plan.offsets)
+    coded = Converted.empty(config.float_format, sizes[: plan.num_coded])
+    buffers = Converted.empty(BUFFER_FORMAT, sizes[plan.num_coded :])
+    symbols = np.empty(v.size, np.uint8)
+
+    def convert_group(group: Converted, start: int, rule: str, multiplier: float) -> None:
+        fmt, table = kernel_format(group.fmt), rule_table(rule, group.fmt)
+        offsets = plan.offsets[start:]
+
+        def convert_part(first: int, last: int) -> None:
+            kernels.convert_tensors(
+                first, last, v, memory, gammas[start:], offsets,
+                fmt, kernels.RULES.index(rule), multiplier, table,
+                symbols, group.scales, group.fits, group.counts, group.sums, group.events,
+            )  # fmt: skip
+
+        run_parts(convert_part, split_evenly(group.sizes, config.num_threads), config.num_threads)
+
+    convert_group(coded, 0, config.scale, config.scale_multiplier)
+    if plan.num_buffers:
+        convert_group(buffers, plan.num_coded, _BUFFER_SCALE, 1.0)
+    bad = np.concatenate([coded.events[:, 2], buffers.events[:, 2]])
+    if bad.any():
+        first = int(np.argmax(bad > 0))
+        name = layout.names[plan.order[first]]
+        in_update = int((~np.isfinite(arrays[name])).sum())
+        what = "update" if in_update else "update plus residual"
+        raise ValueError(
+            f"{what} must be finite, "
+            f"got {in_update or bad[first]} NaN or infinite entries in {name!r}"
+        )
+    return v, symbols, coded, buffers
+
+
+def _withhold(
+    arrays: Mapping[str, NDArray[Any]],
+    residual: Mapping[str, NDArray[np.float32]] | None,
+    layout: Layout,
+    plan: Plan,
+    config: CodecConfig,
+    coded: Converted,
+    buffers: Converted,
+) -> tuple[NDArray[np.float32], NDArray[np.uint8], Converted, Converted]:
+    """Return what `_convert` does, for an update of which nothing is sent.
+
+    Zeros go up, all of it stays in the residual.
+    """
+    v = _flatten(arrays, layout, plan)
+    memory = _flatten_residual(residual, layout, plan)
+    if memory.size:
+        for gamma, begin, end in zip(
+            _gammas(plan, config), plan.offsets[:-1], plan.offsets[1:], strict=True
+        ):
+            kernels.add_scaled(v[begin:end], memory[begin:end], gamma)
+    symbols = np.full(v.size, coded.fmt.zero, np.uint8)
+    symbols[plan.offsets[plan.num_coded] :] = BUFFER_FORMAT.zero
+    groups = []
+    for group in (coded, buffers):
+        empty = Converted.empty(group.fmt, group.sizes)
+        empty.counts[:, group.fmt.zero] = group.sizes
+        empty.fits[:, 1:3] = 1.0
+        empty.sums[:, :2] = group.sums[:, :2]
+        empty.sums[:, 2] = group.sums[:, 1]
+        groups.append(empty)
+    for group, start in zip(groups, (0, plan.num_coded), strict=True):
+        for j in range(group.sizes.size):
+            part = v[plan.offsets[start + j] : plan.offsets[start + j + 1]]
+            group.sums[j, 3] = np.abs(part, dtype=np.float64).sum()
+            group.events[j, 1] = np.count_nonzero(part)
+    return v, symbols, groups[0], groups[1]
+
+
+def _compress(
+    layout: Layout,
+    kinds: tuple[Kind, ...],
+    plan: Plan,
+    config: CodecConfig,
+    symbols: NDArray[np.uint8],
+    coded: Converted,
+    buffers: Converted,
+    raw: tuple[bytes, ...],
+    scheme: int = SCHEME_CO3,
+) -> tuple[bytes, UpdateStats]:
+    payloads = []
+    for tables in choose_tables(plan, coded, buffers, config.prior):
+        chunk_symbols = chunk_size(symbols.size, int(tables.code_bits.sum()))
+        words, sizes = encode_symbols(
+            symbols, plan.offsets, tables.table_of, tables.lengths, coded.fmt.num_values,
+            tables.num_own + int(plan.has_pool), chunk_symbols, config.num_threads,
+        )  # fmt: skip
+        parts = Parts(
+            kinds, coded.fmt, config.min_numel, np.concatenate([coded.scales, buffers.scales]),
+            tables.lengths, tables.table_of, NUM_STREAMS, chunk_symbols, sizes, words, raw, scheme,
+        )  # fmt: skip
+        payloads.append((write_payload(parts, layout, plan), tables.code_bits, 4 * words.size))
+    payload, code_bits, code_bytes = min(payloads, key=lambda choice: len(choice[0]))
+    stats = update_stats(
+        layout, kinds, plan, coded, buffers, code_bits, len(payload), code_bytes, sum(map(len, raw))
+    )
+    return payload, stats
+
+
+def _gammas(plan: Plan, config: CodecConfig) -> NDArray[np.float32]:
+    gammas = np.full(len(plan.order), config.gamma, np.float32)
+    gammas[plan.num_coded :] = _BUFFER_GAMMA
+    return gammas
+
+
+def _flatten(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -> NDArray[np.float32]:
+    flat = np.empty(plan.num_symbols, np.float32)
+    if plan.order:
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # what overflows float32 is reported as infinite
+            parts = [arrays[layout.names[i]].reshape(-1) for i in plan.order]
+            np.concatenate(parts, out=flat, casting="unsafe")
+    return flat
+
+
+def _flatten_residual(
+    residual: Mapping[str, NDArray[np.float32]] | None, layout: Layout, plan: Plan
+) -> NDArray[np.float32]:
+    if residual is None:
+        return np.empty(0, np.float32)
+    names = [layout.names[i] for i in plan.order]
+    check_residual(residual, names, [layout.shapes[i] for i in plan.order])
+    whole = _common_base([residual[name] for name in names], plan)
+    return _flatten(residual, layout, plan) if whole is None else whole
+
+
+def _common_base(arrays: list[NDArray[np.float32]], plan: Plan) -> NDArray[np.float32] | None:
+    """Return the flat array whose consecutive parts these are (see `_unflatten`), or None."""
+    base = arrays[0].base if arrays else None
+    if (
+        not isinstance(base, np.ndarray)
+        or base.shape != (plan.num_symbols,)
+        or not base.flags.c_contiguous
+    ):
+        return None
+    if base.dtype != np.float32:
+        return None
+    start = base.__array_interface__["data"][0]
+    for array, offset in zip(arrays, plan.offsets.tolist(), strict=False):
+        at = array.__array_interface__["data"][0] if array.size else start + 4 * offset
+        if array.base is not base or at != start + 4 * offset or not array.flags.c_contiguous:
+            return None
+    return base
+
+
+def _unflatten(
+    flat: NDArray[np.float32], layout: Layout, plan: Plan
+) -> dict[str, NDArray[np.float32]]:
+    bounds = plan.offsets.tolist()
+    by_position = {
+        i: flat[begin:end].reshape(layout.shapes[i])
+        for i, begin, end in zip(plan.order, bounds[:-1], bounds[1:], strict=True)
+    }
+    return {layout.names[i]: by_position[i] for i in sorted(plan.order)}
+
+
+def _decode_symbols(parts: Parts, plan: Plan, num_threads: int) -> NDArray[np.uint8]:
+    return decode_symbols(
+        parts.words,
+        parts.sizes,
+        parts.num_streams,
+        parts.chunk_symbols,
+        plan.offsets,
+        parts.table_of,
+        parts.lengths,
+        num_threads,
+    )
+
+
+def _value_tables(parts: Parts, plan: Plan, factor: np.float32) -> NDArray[np.float32]:
+    """Factor * (value / scale) per tensor and symbol, each operation rounded to float32."""
+    groups = [(parts.fmt, slice(0, plan.num_coded))]
+    if plan.num_buffers:
+        groups.append((BUFFER_FORMAT, slice(plan.num_coded, None)))
+    tables = np.zeros((len(plan.order), max(fmt.num_values for fmt, _ in groups)), np.float32)
+    for fmt, group in groups:
+        tables[group, : fmt.num_values] = fmt.values / parts.scales[group, None]
+    with np.errstate(over="ignore"):  # the sum is checked by who owns it
+        return factor * tables
+
+
+def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any]]:
+    raw = {}
+    for i, data in zip(plan.raw, parts.raw, strict=True):
+        dtype = layout.dtypes[i]
+        if dtype == np.bool_ and any(np.frombuffer(data, np.uint8) > 1):
+            raise PayloadError(
+                f"bool entries must be bytes 0 or 1, got others in {layout.names[i]!r}"
+            )
+        array = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(layout.shapes[i])
+        if dtype in FLOAT_DTYPES and not np.isfinite(array).all():
+            bad = int((~np.isfinite(array)).sum())
+            raise PayloadError(
+                f"raw entries must be finite, got {bad} that are not in {layout.names[i]!r}"
+            )
+        raw[i] = array
+    return raw
+
+
+def _accumulator_of(
+    accumulator: Mapping[str, NDArray[np.float32]], layout: Layout, i: int
+) -> NDArray[np.float32]:
+    name, shape = layout.names[i], layout.shapes[i]
+    array = accumulator.get(name)
+    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.float32:
+        got = (
+            f"{array.dtype} {array.shape}"
+            if isinstance(array, np.ndarray)
+            else type(array).__name__
+        )
+        raise ValueError(
+            f"accumulator must hold a float32 array of shape {shape}, got {got} in {name!r}"
+        )
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        raise ValueError(
+            f"accumulator must be C-contiguous and writeable, got an array that is not in {name!r}"
+        )
+    return array.reshape(-1)

@@ -1,0 +1,143 @@
+"""The settings of the codec, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from co3_flower import kernels
+from co3_flower.errors import ConfigError
+from co3_flower.formats import FloatFormat
+
+SCALES = kernels.RULES
+PRIORS = ("gennorm", "norm", "laplace", "empirical", "auto")
+CODERS = ("huffman", "rans")
+STRUCTURES = ("auto", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecConfig:
+    """How an update is converted, corrected and compressed.
+
+    Parameters
+    ----------
+    format : str
+        Tiny float format, ``e<E>m<M>`` or one of the ``fn`` formats.
+    gamma : float
+        Decay in [0, 1] of the residual that joins the next update.
+    scale : str
+        ``mse`` (least mean squared error under the fitted law), ``std``, ``absmax`` or ``unit``.
+    scale_multiplier : float
+        Positive factor on the scale; below 1 cells are coarser and fewer bits go up.
+    prior : str
+        Where a code table comes from: ``gennorm``, ``norm`` or ``laplace`` (the format's cells
+        under the fitted law with its zero atom), ``empirical`` (the counts), or ``auto`` (the
+        smallest).
+    coder : str
+        ``huffman``; ``rans`` is not available yet.
+    structure : str
+        ``auto`` or ``none``; both mean one table per tensor at present.
+    min_numel : int
+        Tensors with fewer entries share one code table.
+    raw : sequence of str or int
+        Names or positions of tensors that travel as they are.
+    buffers : sequence of str or int
+        Names or positions of float tensors that are coded in e4m3 with gamma 1 and share one table.
+    target_bits_per_parameter : float or None
+        Not available yet.
+    num_threads : int
+        Threads that encode; the bytes do not depend on it.
+
+    Raises
+    ------
+    ConfigError
+        If a value is impossible or not available.
+
+    Examples
+    --------
+    >>> CodecConfig(format="e5m2", scale="unit").float_format.num_values
+    247
+    """
+
+    format: str = "e2m1"
+    gamma: float = 0.9
+    scale: str = "mse"
+    scale_multiplier: float = 1.0
+    prior: str = "gennorm"
+    coder: str = "huffman"
+    structure: str = "auto"
+    min_numel: int = 1024
+    raw: Sequence[str | int] = ()
+    buffers: Sequence[str | int] = ()
+    target_bits_per_parameter: float | None = None
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        FloatFormat.parse(self.format)
+        _check_number("gamma", self.gamma, "in [0, 1]", lambda x: 0.0 <= x <= 1.0)
+        _check_choice("scale", self.scale, SCALES)
+        _check_number(
+            "scale_multiplier",
+            self.scale_multiplier,
+            "positive and finite",
+            lambda x: 0.0 < x < math.inf,
+        )
+        _check_choice("prior", self.prior, PRIORS)
+        _check_choice("coder", self.coder, CODERS)
+        _check_choice("structure", self.structure, STRUCTURES)
+        _check_integer("min_numel", self.min_numel, 1, 2**32 - 1)
+        _check_integer("num_threads", self.num_threads, 1, 1024)
+        for setting in ("raw", "buffers"):
+            object.__setattr__(self, setting, _as_selection(setting, getattr(self, setting)))
+        for setting in ("gamma", "scale_multiplier"):
+            object.__setattr__(self, setting, float(getattr(self, setting)))
+        for setting in ("min_numel", "num_threads"):
+            object.__setattr__(self, setting, int(getattr(self, setting)))
+        if self.coder == "rans":
+            raise ConfigError("coder must be 'huffman', got 'rans'; rans is not available yet")
+        if self.target_bits_per_parameter is not None:
+            raise ConfigError(
+                "target_bits_per_parameter must be None, got "
+                f"{self.target_bits_per_parameter!r}; a target is not available yet"
+            )
+
+    @property
+    def float_format(self) -> FloatFormat:
+        """The parsed format."""
+        return FloatFormat.parse(self.format)
+
+
+def _check_choice(setting: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(
+            f"{setting} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        )
+
+
+def _check_number(setting: str, value: Any, rule: str, holds: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
+        raise ConfigError(f"{setting} must be a number {rule}, got {value!r}")
+
+
+def _check_integer(setting: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise ConfigError(f"{setting} must be an integer in [{low}, {high}], got {value!r}")
+
+
+def _as_selection(setting: str, value: Any) -> tuple[str | int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f"{setting} must be a sequence of tensor names or positions, got {value!r}"
+        )
+    items: list[str | int] = []
+    for item in value:
+        if isinstance(item, Integral) and not isinstance(item, bool) and int(item) >= 0:
+            items.append(int(item))
+        elif isinstance(item, str):
+            items.append(item)
+        else:
+            raise ConfigError(f"{setting} must hold tensor names or positions >= 0, got {item!r}")
+    return tuple(items)

@@ -1,0 +1,253 @@
+"""What an update looks like: names, shapes, dtypes and kinds of its tensors, in order.
+
+A tensor's kind is coded, buffer or raw. Coded tensors and buffers are converted to a tiny float
+format; raw tensors (integers, booleans and those that the user names) travel as they are. Both ends
+derive the same `Plan` from a layout and a payload's header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FLOAT_DTYPES = frozenset(map(np.dtype, ("float16", "float32", "float64")))
+RAW_DTYPES = FLOAT_DTYPES | frozenset(
+    map(
+        np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+    )
+)
+
+
+class Kind(IntEnum):
+    """How a tensor travels."""
+
+    CODED = 0
+    BUFFER = 1
+    RAW = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and dtypes of the tensors of an update, in order.
+
+    Examples
+    --------
+    >>> Layout.of({"w": np.zeros((2, 3), np.float32), "steps": np.int64(7)})
+    Layout(names=('w', 'steps'), shapes=((2, 3), ()), dtypes=(dtype('float32'), dtype('int64')))
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype[Any], ...]
+
+    @classmethod
+    def of(cls, like: Layout | Mapping[str, Any]) -> Layout:
+        """Return the layout of a mapping of arrays (or torch tensors), or the layout itself.
+
+        Raises
+        ------
+        TypeError
+            If an entry's dtype is not a float, integer or bool type that NumPy knows.
+        """
+        if isinstance(like, Layout):
+            return like
+        shapes, dtypes = [], []
+        for name, value in like.items():
+            if not isinstance(value, np.ndarray | np.generic):
+                value = _as_array(name, value)
+            dtype = value.dtype.newbyteorder("=")
+            _check_dtype(name, dtype)
+            shapes.append(value.shape)
+            dtypes.append(dtype)
+        return cls(tuple(like), tuple(shapes), tuple(dtypes))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Entries of each tensor."""
+        sizes = []
+        for shape in self.shapes:
+            size = 1
+            for axis in shape:
+                size *= axis
+            sizes.append(size)
+        return tuple(sizes)
+
+    def digest(self, raw: Collection[int]) -> bytes:
+        """Return 8 bytes for the shapes in order, which tensors are raw, and the dtypes of those.
+
+        Parameters
+        ----------
+        raw : collection of int
+            Positions of the raw tensors.
+        """
+        return _digest(self.shapes, tuple((i, self.dtypes[i].str) for i in sorted(raw)))
+
+    def select(self, chosen: Collection[str | int], setting: str) -> frozenset[int]:
+        """Return the positions that names or positions stand for.
+
+        Raises
+        ------
+        ValueError
+            If a name or position is not in the layout; the message names the setting.
+        """
+        index = {name: i for i, name in enumerate(self.names)}
+        positions = set()
+        for item in chosen:
+            if isinstance(item, str) and item in index:
+                positions.add(index[item])
+            elif isinstance(item, int) and 0 <= item < len(self):
+                positions.add(item)
+            else:
+                raise ValueError(
+                    f"{setting} must name tensors of the update, got {item!r}; "
+                    f"it has {_some(self.names)}"
+                )
+        return frozenset(positions)
+
+    def plan(self, kinds: tuple[Kind, ...], min_numel: int) -> Plan:
+        """Return the order of coding for the given kinds (see `Plan`)."""
+        return _plan(self, kinds, min_numel)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order in which the tensors of a payload are coded.
+
+    Coded tensors with a code table of their own come first, then the small ones that share a table,
+    then the buffers, which share another; each group in layout order.
+
+    Attributes
+    ----------
+    order : tuple of int
+        Layout positions of all coded tensors and buffers, in coding order.
+    num_own, num_pooled, num_buffers : int
+        Sizes of the three groups.
+    offsets : int64 [len(order) + 1]
+        Where each tensor begins among the flat symbols.
+    raw : tuple of int
+        Layout positions of the raw tensors.
+    """
+
+    order: tuple[int, ...]
+    num_own: int
+    num_pooled: int
+    num_buffers: int
+    offsets: NDArray[np.int64]
+    raw: tuple[int, ...]
+
+    @property
+    def num_coded(self) -> int:
+        """Tensors in the update's own format, with a table of their own or not."""
+        return self.num_own + self.num_pooled
+
+    @property
+    def num_symbols(self) -> int:
+        """Symbols of all coded tensors and buffers."""
+        return int(self.offsets[-1])
+
+    @property
+    def pool(self) -> slice:
+        """Coding positions of the small coded tensors."""
+        return slice(self.num_own, self.num_coded)
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the small coded tensors hold any entry."""
+        return bool(self.offsets[self.num_coded] > self.offsets[self.num_own])
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the buffers hold any entry."""
+        return bool(self.offsets[-1] > self.offsets[self.num_coded])
+
+
+def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the update as NumPy arrays.
+
+    Torch tensors are brought to the host, bfloat16 through float32.
+
+    Parameters
+    ----------
+    update : mapping of str to array
+        NumPy arrays, torch tensors or array-likes, in order.
+
+    Returns
+    -------
+    dict of str to array
+        Float, integer or bool arrays; no copy where none is needed.
+
+    Raises
+    ------
+    TypeError
+        If the update is no mapping, or an entry's dtype is none of those.
+    """
+    if not isinstance(update, Mapping):
+        raise TypeError(f"update must be a mapping of names to arrays, got {type(update).__name__}")
+    arrays = {}
+    for name, value in update.items():
+        array = value if isinstance(value, np.ndarray) else _as_array(name, value)
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        _check_dtype(name, array.dtype)
+        arrays[name] = array
+    return arrays
+
+
+def _as_array(name: str, value: Any) -> NDArray[Any]:
+    if hasattr(value, "detach"):  # a torch tensor, known by its manners: torch is not imported here
+        if getattr(value, "is_meta", False):
+            raise TypeError(f"tensor must hold data, got one on the meta device in {name!r}")
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":
+            value = value.float()
+        return np.asarray(value.numpy())
+    return np.asarray(value)
+
+
+def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
+    if dtype not in RAW_DTYPES:
+        choices = ", ".join(sorted(d.name for d in RAW_DTYPES))
+        raise TypeError(
+            f"dtype must be one of {choices} or torch's bfloat16, got {dtype} in {name!r}"
+        )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = ", ".join(map(repr, names[:8]))
+    return shown + (f", ... ({len(names)} tensors)" if len(names) > 8 else "")
+
+
+@lru_cache(maxsize=64)
+def _digest(shapes: tuple[tuple[int, ...], ...], raw: tuple[tuple[int, str], ...]) -> bytes:
+    content = bytearray()
+    for shape in shapes:
+        content += struct.pack(f"<B{len(shape)}Q", len(shape), *shape)
+    for position, dtype in raw:
+        content += struct.pack("<Q", position) + dtype.lstrip("<>=|").encode() + b"\0"
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+@lru_cache(maxsize=64)
+def _plan(layout: Layout, kinds: tuple[Kind, ...], min_numel: int) -> Plan:
+    numels = layout.numels
+    coded = [i for i, kind in enumerate(kinds) if kind == Kind.CODED]
+    own = [i for i in coded if numels[i] >= min_numel]
+    pooled = [i for i in coded if numels[i] < min_numel]
+    buffers = [i for i, kind in enumerate(kinds) if kind == Kind.BUFFER]
+    order = tuple(own + pooled + buffers)
+    offsets = np.zeros(len(order) + 1, np.int64)
+    np.cumsum([numels[i] for i in order], out=offsets[1:])
+    offsets.setflags(write=False)
+    raw = tuple(i for i, kind in enumerate(kinds) if kind == Kind.RAW)
+    return Plan(order, len(own), len(pooled), len(buffers), offsets, raw)

@@ -1,0 +1,326 @@
+"""The byte layout of a payload, version 0, and every check on foreign bytes.
+
+Little-endian; see the table in the README. What a field says is checked against the layout and the
+length of the bytes before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co3_flower import kernels
+from co3_flower.bitstream import pack_tables, unpack_tables
+from co3_flower.errors import ConfigError, PayloadError
+from co3_flower.formats import FloatFormat
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan
+
+MAGIC = b"CO3F"
+VERSION = 0
+SCHEME_CO3, SCHEME_NONE = 0, 1
+CODER_HUFFMAN = 0
+BUFFER_FORMAT = FloatFormat.parse("e4m3")
+MAX_STREAMS = 16
+
+# magic, version, scheme, flags, coder, format, streams, tables, layout digest, min_numel, symbols
+# per chunk, bytes of tables, words of code, bytes of raw tensors
+_HEADER = struct.Struct("<4s6BH8s4IQ")
+_CRC = struct.Struct("<I")
+_FLAG_KINDS = 1  # a section says of each tensor: coded, buffer or raw; without it all are coded
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a payload holds beside its frame, in terms of the plan's coding order.
+
+    Attributes
+    ----------
+    kinds : tuple of Kind
+        One per tensor of the layout.
+    fmt : FloatFormat
+        Format of the coded tensors; buffers are in `BUFFER_FORMAT`.
+    min_numel : int
+        Coded tensors below this size share a table.
+    scales : float32 [coded tensors + buffers]
+        In coding order.
+    lengths : uint8 [tables, K]
+        Code lengths: the distinct tables of large tensors, then that of the small ones, then that
+        of the buffers.
+    table_of : int64 [coded tensors + buffers]
+        Code table of each tensor.
+    num_streams, chunk_symbols : int
+        Streams per chunk and symbols per chunk.
+    sizes : int64 [chunks * num_streams]
+        Words of each stream.
+    words : uint32
+        The code, in a payload that was read with at least one word behind it.
+    raw : tuple of bytes-like
+        The raw tensors' bytes, in layout order.
+    scheme : int
+        0 for co3, 1 for none (every tensor raw).
+    """
+
+    kinds: tuple[Kind, ...]
+    fmt: FloatFormat
+    min_numel: int
+    scales: NDArray[np.float32]
+    lengths: NDArray[np.uint8]
+    table_of: NDArray[np.int64]
+    num_streams: int
+    chunk_symbols: int
+    sizes: NDArray[np.int64]
+    words: NDArray[np.uint32]
+    raw: tuple[bytes | memoryview, ...]
+    scheme: int = SCHEME_CO3
+
+
+def format_code(fmt: FloatFormat) -> int:
+    """Return a format's byte: exponent bits, mantissa bits from bit 3, finite in bit 6."""
+    return fmt.exponent_bits | fmt.mantissa_bits << 3 | int(fmt.finite) << 6
+
+
+def scale_limits(fmt: FloatFormat) -> tuple[float, float]:
+    """Return the least and largest scale of a payload: value / scale stays a finite float32."""
+    return max(2.0**-120, fmt.max_finite * 2.0**-127), 2.0**120
+
+
+def table_alphabets(plan: Plan, fmt: FloatFormat, num_own_tables: int) -> NDArray[np.int64]:
+    """Return the alphabet of each code table.
+
+    First come the distinct tables of large tensors, then the pool's, then the buffers'.
+    """
+    num_coded = num_own_tables + int(plan.has_pool)
+    sizes = [fmt.num_values] * num_coded + [BUFFER_FORMAT.num_values] * int(plan.has_buffers)
+    return np.array(sizes, np.int64)
+
+
+def expand_tables(plan: Plan, own: NDArray[np.int64], num_own_tables: int) -> NDArray[np.int64]:
+    """Return each tensor's table in coding order, given those of tensors with their own table."""
+    pool = num_own_tables
+    buffers = num_own_tables + int(plan.has_pool)
+    return np.concatenate(
+        [own, np.full(plan.num_pooled, pool), np.full(plan.num_buffers, buffers)]
+    ).astype(np.int64)
+
+
+def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
+    """Frame the parts; `parts.words` holds the code and nothing behind it."""
+    num_own_tables = parts.lengths.shape[0] - int(plan.has_pool) - int(plan.has_buffers)
+    tables = b""
+    if parts.lengths.shape[0]:
+        alphabets = table_alphabets(plan, parts.fmt, num_own_tables)
+        tables = pack_tables(
+            parts.lengths, alphabets, parts.table_of[: plan.num_own], num_own_tables
+        )
+    kinds = b""
+    if any(parts.kinds):
+        kinds = _pack_kinds(parts.kinds)
+    sizes = np.empty(5 * parts.sizes.size, np.uint8)
+    frame = b"".join(
+        [
+            _HEADER.pack(
+                MAGIC,
+                VERSION,
+                parts.scheme,
+                _FLAG_KINDS if kinds else 0,
+                CODER_HUFFMAN,
+                format_code(parts.fmt),
+                parts.num_streams,
+                num_own_tables,
+                layout.digest(plan.raw),
+                parts.min_numel,
+                parts.chunk_symbols,
+                len(tables),
+                parts.words.size,
+                sum(len(data) for data in parts.raw),
+            ),
+            kinds,
+            parts.scales.astype("<f4").tobytes(),
+            tables,
+            sizes[: kernels.write_varints(parts.sizes, sizes)].tobytes(),
+        ]
+    )
+    body = b"".join(
+        [frame, bytes(-len(frame) % 4), parts.words.astype("<u4", copy=False).data, *parts.raw]
+    )
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Plan]:
+    """Take a payload apart and check all of it but the code bits.
+
+    Raises
+    ------
+    PayloadError
+        If it is no sound payload of this layout.
+    """
+    data = memoryview(payload).cast("B")
+    if len(data) < _HEADER.size + _CRC.size:
+        raise PayloadError(
+            f"payload must hold at least {_HEADER.size + _CRC.size} bytes, got {len(data)}"
+        )
+    (
+        magic, version, scheme, flags, coder, format_byte, num_streams, num_own_tables, digest,
+        min_numel, chunk_symbols, table_bytes, num_words, raw_bytes,
+    ) = _HEADER.unpack_from(data)  # fmt: skip
+    if magic != MAGIC:
+        raise PayloadError(f"payload must start with {MAGIC!r}, got {magic!r}")
+    if version != VERSION:
+        raise PayloadError(
+            f"payload must be of version {VERSION}, got {version}; a newer co3_flower may read it"
+        )
+    body = data[: -_CRC.size]
+    (crc,) = _CRC.unpack_from(data, len(body))
+    if zlib.crc32(body) != crc:
+        raise PayloadError(
+            f"payload must have checksum {crc:#010x}, got {zlib.crc32(body):#010x}; it was damaged"
+        )
+    if scheme not in (SCHEME_CO3, SCHEME_NONE) or coder != CODER_HUFFMAN or flags & ~_FLAG_KINDS:
+        raise PayloadError(
+            f"scheme, coder and flags must be known, got {scheme}, {coder} and {flags:#x}"
+        )
+    fmt = _read_format(format_byte)
+    reader = _Reader(body, _HEADER.size)
+    kinds = _read_kinds(reader, layout) if flags & _FLAG_KINDS else (Kind.CODED,) * len(layout)
+    _check_kinds(kinds, layout, digest, scheme)
+    if min_numel < 1 or not 1 <= num_streams <= MAX_STREAMS or chunk_symbols < 1:
+        raise PayloadError(
+            f"min_numel and symbols per chunk must be positive and streams in [1, {MAX_STREAMS}], "
+            f"got {min_numel}, {chunk_symbols} and {num_streams}"
+        )
+    plan = layout.plan(kinds, min_numel)
+    scales = np.frombuffer(reader.take(4 * len(plan.order), "scales"), "<f4")
+    _check_scales(scales, fmt, plan, layout)
+    if num_own_tables > plan.num_own or (num_own_tables == 0) != (plan.num_own == 0):
+        raise PayloadError(f"code tables must be 1 to {plan.num_own}, got {num_own_tables}")
+    alphabets = table_alphabets(plan, fmt, num_own_tables)
+    tables = np.frombuffer(reader.take(table_bytes, "code tables"), np.uint8)
+    lengths, own = unpack_tables(tables, alphabets, plan.num_own, num_own_tables)
+    sizes = _read_sizes(reader, -(-plan.num_symbols // chunk_symbols) * num_streams, num_words)
+    reader.take(-reader.position % 4, "padding")
+    code_at = reader.position
+    reader.take(4 * num_words, "code")
+    raw = tuple(
+        reader.take(layout.numels[i] * layout.dtypes[i].itemsize, f"raw tensor {layout.names[i]!r}")
+        for i in plan.raw
+    )
+    if sum(map(len, raw)) != raw_bytes or reader.position != len(body):
+        raise PayloadError(
+            f"raw tensors must take {sum(map(len, raw))} bytes and end the payload at "
+            f"{reader.position}, got {raw_bytes} and {len(body)}"
+        )
+    words = np.frombuffer(data[code_at : code_at + 4 * num_words + 4], "<u4")
+    if not words.flags.aligned:
+        words = words.copy()
+    parts = Parts(
+        kinds, fmt, min_numel, scales, lengths, expand_tables(plan, own, num_own_tables),
+        num_streams, chunk_symbols, sizes, words, raw, scheme,
+    )  # fmt: skip
+    return parts, plan
+
+
+class _Reader:
+    """A position in the body of a payload; `take` never goes beyond its end."""
+
+    def __init__(self, body: memoryview, position: int) -> None:
+        self.body = body
+        self.position = position
+
+    def take(self, size: int, what: str) -> memoryview:
+        """Return the next `size` bytes."""
+        left = len(self.body) - self.position
+        if size > left:
+            raise PayloadError(
+                f"payload must hold {size} bytes of {what}, got {left}; it was truncated"
+            )
+        self.position += size
+        return self.body[self.position - size : self.position]
+
+    @property
+    def rest(self) -> memoryview:
+        """All bytes from here on."""
+        return self.body[self.position :]
+
+
+def _pack_kinds(kinds: tuple[Kind, ...]) -> bytes:
+    padded = np.zeros(-(-len(kinds) // 4) * 4, np.uint8)
+    padded[: len(kinds)] = kinds
+    quads = padded.reshape(-1, 4)
+    return (
+        (quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6)
+        .astype(np.uint8)
+        .tobytes()
+    )
+
+
+def _read_kinds(reader: _Reader, layout: Layout) -> tuple[Kind, ...]:
+    packed = np.frombuffer(reader.take(-(-len(layout) // 4), "tensor kinds"), np.uint8)
+    numbers = (packed[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1)
+    if (numbers[len(layout) :] != 0).any() or (numbers == 3).any():
+        raise PayloadError("tensor kinds must be 0, 1 or 2 and their padding 0, got others")
+    return tuple(map(Kind, numbers[: len(layout)].tolist()))
+
+
+def _check_kinds(kinds: tuple[Kind, ...], layout: Layout, digest: bytes, scheme: int) -> None:
+    raw = [i for i, kind in enumerate(kinds) if kind == Kind.RAW]
+    if layout.digest(raw) != digest:
+        raise PayloadError(
+            f"payload must be of a layout with digest {layout.digest(raw).hex()}, "
+            f"got {digest.hex()}; it was made for another model"
+        )
+    if scheme == SCHEME_NONE and len(raw) < len(layout):
+        raise PayloadError(f"scheme 1 must send all {len(layout)} tensors raw, got {len(raw)}")
+    for kind, dtype, name in zip(kinds, layout.dtypes, layout.names, strict=True):
+        if kind != Kind.RAW and dtype not in FLOAT_DTYPES:
+            raise PayloadError(
+                f"a tensor of dtype {dtype} must travel raw, got kind {int(kind)} in {name!r}"
+            )
+
+
+def _read_format(code: int) -> FloatFormat:
+    try:
+        fmt = FloatFormat(code & 7, code >> 3 & 7, finite=bool(code >> 6 & 1))
+    except ConfigError as error:
+        raise PayloadError(
+            f"format byte must stand for a format, got {code:#04x}: {error}"
+        ) from None
+    if code != format_code(fmt):
+        raise PayloadError(f"format byte must be below 0x80, got {code:#04x}")
+    return fmt
+
+
+def _check_scales(
+    scales: NDArray[np.float32], fmt: FloatFormat, plan: Plan, layout: Layout
+) -> None:
+    low = np.full(scales.size, scale_limits(fmt)[0])
+    low[plan.num_coded :] = scale_limits(BUFFER_FORMAT)[0]
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        good = (scales >= low) & (scales <= scale_limits(fmt)[1])
+    if not good.all():
+        i = int(np.argmin(good))
+        name = layout.names[plan.order[i]]
+        raise PayloadError(
+            f"scale must be in [{low[i]:.8g}, 2**120], got {scales[i]!r} in {name!r}"
+        )
+
+
+def _read_sizes(reader: _Reader, count: int, num_words: int) -> NDArray[np.int64]:
+    if count > len(reader.rest):
+        raise PayloadError(
+            f"payload must hold {count} stream lengths, got {len(reader.rest)} bytes; "
+            "it was truncated"
+        )
+    sizes = np.zeros(count, np.int64)
+    used = kernels.read_varints(np.frombuffer(reader.rest, np.uint8), sizes)
+    if used < 0:
+        raise PayloadError(f"stream lengths must be {count} numbers of at most 35 bits, got others")
+    reader.take(used, "stream lengths")
+    if int(sizes.sum()) != num_words:
+        raise PayloadError(
+            f"stream lengths must sum to {num_words} words of code, got {int(sizes.sum())}"
+        )
+    return sizes
