@@ -110,15 +110,15 @@ def encode_update(
     arrays = as_arrays(update)
     layout = Layout.of(arrays)
     kinds = _choose_kinds(layout, config)
-    plan = layout.plan(kinds, config.min_numel)
+    plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(arrays, layout, plan)
     flat, symbols, coded, buffers = _convert(arrays, residual, layout, plan, config)
-    payload, stats = _compress(layout, kinds, plan, config, symbols, coded, buffers, raw)
+    payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw)
     if max_payload_bytes is not None and len(payload) > max_payload_bytes:
         flat, symbols, coded, buffers = _withhold(
             arrays, residual, layout, plan, config, coded, buffers
         )
-        payload, stats = _compress(layout, kinds, plan, config, symbols, coded, buffers, raw)
+        payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw)
     return EncodedUpdate(payload, _unflatten(flat, layout, plan), stats)
 
 
@@ -153,7 +153,7 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
     )
     raw = _raw_bytes(arrays, layout, plan)
     payload, stats = _compress(
-        layout, kinds, plan, config, np.zeros(0, np.uint8), coded, buffers, raw, scheme=SCHEME_NONE
+        layout, plan, config, np.zeros(0, np.uint8), coded, buffers, raw, scheme=SCHEME_NONE
     )
     return EncodedUpdate(payload, {}, stats)
 
@@ -250,7 +250,8 @@ def accumulate_update(
     ----------
     arXiv 2203.09044, the aggregation at the parameter server (eq. 4 with weights).
     """
-    factor = np.float32(weight)
+    with np.errstate(over="ignore"):
+        factor = np.float32(weight)
     if not np.isfinite(factor):
         raise ValueError(f"weight must be finite in float32, got {weight!r}")
     layout = Layout.of(accumulator if like is None else like)
@@ -381,7 +382,6 @@ def _withhold(
 
 def _compress(
     layout: Layout,
-    kinds: tuple[Kind, ...],
     plan: Plan,
     config: CodecConfig,
     symbols: NDArray[np.uint8],
@@ -398,13 +398,13 @@ def _compress(
             tables.num_own + int(plan.has_pool), chunk_symbols, config.num_threads,
         )  # fmt: skip
         parts = Parts(
-            kinds, coded.fmt, config.min_numel, np.concatenate([coded.scales, buffers.scales]),
+            coded.fmt, np.concatenate([coded.scales, buffers.scales]),
             tables.lengths, tables.table_of, NUM_STREAMS, chunk_symbols, sizes, words, raw, scheme,
         )  # fmt: skip
         payloads.append((write_payload(parts, layout, plan), tables.code_bits, 4 * words.size))
     payload, code_bits, code_bytes = min(payloads, key=lambda choice: len(choice[0]))
     stats = update_stats(
-        layout, kinds, plan, coded, buffers, code_bits, len(payload), code_bytes, sum(map(len, raw))
+        layout, plan, coded, buffers, code_bits, len(payload), code_bytes, sum(map(len, raw))
     )
     return payload, stats
 

@@ -115,6 +115,18 @@ class Layout:
                 )
         return frozenset(positions)
 
+    def table_threshold(self, kinds: tuple[Kind, ...], min_numel: int) -> int:
+        """Return the size from which tensors have a code table of their own.
+
+        It is `min_numel`, or more where that would give more tables than `max_tables` allows.
+        """
+        pairs = zip(self.numels, kinds, strict=True)
+        sizes = sorted((n for n, kind in pairs if kind == Kind.CODED), reverse=True)
+        limit = max_tables(sum(sizes))
+        if len(sizes) <= limit:
+            return min_numel
+        return max(min_numel, sizes[limit] + 1)
+
     def plan(self, kinds: tuple[Kind, ...], min_numel: int) -> Plan:
         """Return the order of coding for the given kinds (see `Plan`)."""
         return _plan(self, kinds, min_numel)
@@ -129,6 +141,10 @@ class Plan:
 
     Attributes
     ----------
+    kinds : tuple of Kind
+        One per tensor of the layout.
+    min_numel : int
+        Coded tensors below this size share a table.
     order : tuple of int
         Layout positions of all coded tensors and buffers, in coding order.
     num_own, num_pooled, num_buffers : int
@@ -139,6 +155,8 @@ class Plan:
         Layout positions of the raw tensors.
     """
 
+    kinds: tuple[Kind, ...]
+    min_numel: int
     order: tuple[int, ...]
     num_own: int
     num_pooled: int
@@ -170,6 +188,15 @@ class Plan:
     def has_buffers(self) -> bool:
         """Whether the buffers hold any entry."""
         return bool(self.offsets[-1] > self.offsets[self.num_coded])
+
+
+def max_tables(num_symbols: int) -> int:
+    """Return how many code tables large tensors may have.
+
+    A decoder's look-up tables take 40 KiB each: this keeps them within about four times the
+    update, whatever a payload says.
+    """
+    return 64 + num_symbols // 2560
 
 
 def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -250,4 +277,4 @@ def _plan(layout: Layout, kinds: tuple[Kind, ...], min_numel: int) -> Plan:
     np.cumsum([numels[i] for i in order], out=offsets[1:])
     offsets.setflags(write=False)
     raw = tuple(i for i, kind in enumerate(kinds) if kind == Kind.RAW)
-    return Plan(order, len(own), len(pooled), len(buffers), offsets, raw)
+    return Plan(kinds, min_numel, order, len(own), len(pooled), len(buffers), offsets, raw)

@@ -17,7 +17,7 @@ from co3_flower import kernels
 from co3_flower.bitstream import pack_tables, unpack_tables
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.formats import FloatFormat
-from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, max_tables
 
 MAGIC = b"CO3F"
 VERSION = 0
@@ -39,12 +39,8 @@ class Parts:
 
     Attributes
     ----------
-    kinds : tuple of Kind
-        One per tensor of the layout.
     fmt : FloatFormat
         Format of the coded tensors; buffers are in `BUFFER_FORMAT`.
-    min_numel : int
-        Coded tensors below this size share a table.
     scales : float32 [coded tensors + buffers]
         In coding order.
     lengths : uint8 [tables, K]
@@ -64,9 +60,7 @@ class Parts:
         0 for co3, 1 for none (every tensor raw).
     """
 
-    kinds: tuple[Kind, ...]
     fmt: FloatFormat
-    min_numel: int
     scales: NDArray[np.float32]
     lengths: NDArray[np.uint8]
     table_of: NDArray[np.int64]
@@ -117,8 +111,8 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
             parts.lengths, alphabets, parts.table_of[: plan.num_own], num_own_tables
         )
     kinds = b""
-    if any(parts.kinds):
-        kinds = _pack_kinds(parts.kinds)
+    if any(plan.kinds):
+        kinds = _pack_kinds(plan.kinds)
     sizes = np.empty(5 * parts.sizes.size, np.uint8)
     frame = b"".join(
         [
@@ -132,7 +126,7 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
                 parts.num_streams,
                 num_own_tables,
                 layout.digest(plan.raw),
-                parts.min_numel,
+                plan.min_numel,
                 parts.chunk_symbols,
                 len(tables),
                 parts.words.size,
@@ -195,8 +189,9 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     plan = layout.plan(kinds, min_numel)
     scales = np.frombuffer(reader.take(4 * len(plan.order), "scales"), "<f4")
     _check_scales(scales, fmt, plan, layout)
-    if num_own_tables > plan.num_own or (num_own_tables == 0) != (plan.num_own == 0):
-        raise PayloadError(f"code tables must be 1 to {plan.num_own}, got {num_own_tables}")
+    most = min(plan.num_own, max_tables(plan.num_symbols))
+    if not min(1, plan.num_own) <= num_own_tables <= most:
+        raise PayloadError(f"code tables must be 1 to {most}, got {num_own_tables}")
     alphabets = table_alphabets(plan, fmt, num_own_tables)
     tables = np.frombuffer(reader.take(table_bytes, "code tables"), np.uint8)
     lengths, own = unpack_tables(tables, alphabets, plan.num_own, num_own_tables)
@@ -217,7 +212,7 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     if not words.flags.aligned:
         words = words.copy()
     parts = Parts(
-        kinds, fmt, min_numel, scales, lengths, expand_tables(plan, own, num_own_tables),
+        fmt, scales, lengths, expand_tables(plan, own, num_own_tables),
         num_streams, chunk_symbols, sizes, words, raw, scheme,
     )  # fmt: skip
     return parts, plan

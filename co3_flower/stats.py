@@ -115,7 +115,6 @@ def entropy_bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 def update_stats(
     layout: Layout,
-    kinds: tuple[Kind, ...],
     plan: Plan,
     coded: Converted,
     buffers: Converted,
@@ -128,7 +127,7 @@ def update_stats(
     numels = layout.numels
     num_parameters = sum(
         numels[i]
-        for i, kind in enumerate(kinds)
+        for i, kind in enumerate(plan.kinds)
         if kind != Kind.BUFFER and layout.dtypes[i] in FLOAT_DTYPES
     )
     entropies = np.concatenate([entropy_bits(coded.counts), entropy_bits(buffers.counts)])

@@ -1,0 +1,229 @@
+"""The parameter server's arithmetic: decode each reply into one float32 accumulator, then step.
+
+In come well-formed replies in client-id order, out goes the new model. Each operation rounds to
+float32 as written, so that a plain NumPy reference gives the same bits:
+
+    acc = f32(acc + f32(f32(n_u) * y_u));   w <- f32(w -+ f32(f32(server_lr / N) * acc))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+from co3_flower.codec import accumulate_update, decode_update
+from co3_flower.errors import PayloadError
+from co3_flower.nodes import RoundError
+from co3_flower.replies import TrainReply
+from co3_flower.roles import TensorRoles
+
+Arrays = dict[str, NDArray[Any]]
+Float32s = dict[str, NDArray[np.float32]]
+
+
+@dataclasses.dataclass
+class UpdateSum:
+    """Weighted sum of the good updates of a round.
+
+    Parameters
+    ----------
+    roles : TensorRoles
+        The model.
+    names : tuple of str
+        The float tensors that are summed.
+    """
+
+    roles: TensorRoles
+    names: tuple[str, ...]
+    total: Float32s = dataclasses.field(init=False)
+    weight: int = 0
+    used: list[TrainReply] = dataclasses.field(default_factory=list)
+    refused: list[tuple[TrainReply, str]] = dataclasses.field(default_factory=list)
+    others: Arrays = dataclasses.field(default_factory=dict)
+    decode_seconds: float = 0.0
+    _most_examples: int = 0
+
+    def __post_init__(self) -> None:
+        like = self.roles.like
+        shapes = dict(zip(like.names, like.shapes, strict=True))
+        self.total = {name: np.zeros(shapes[name], np.float32) for name in self.names}
+
+    def add(self, reply: TrainReply, weight: int, num_threads: int) -> bool:
+        """Decode a reply into the sum; one that does not decode changes nothing and is refused."""
+        start = time.perf_counter()
+        try:
+            raw = accumulate_update(
+                reply.payload, self.total, weight, like=self.roles.like, num_threads=num_threads
+            )
+        except PayloadError as error:
+            return self.refuse(reply, str(error))
+        finally:
+            self.decode_seconds += time.perf_counter() - start
+        return self._take(reply, raw, weight)
+
+    def add_decoded(
+        self, reply: TrainReply, decoded: Mapping[str, NDArray[Any]], weight: int
+    ) -> None:
+        """Add an update that is already decoded; only the tensors of ``names`` are summed."""
+        self._take(reply, decoded, weight)
+
+    def refuse(self, reply: TrainReply, reason: str) -> bool:
+        """Note a reply that is not used."""
+        self.refused.append((reply, reason))
+        return False
+
+    def _take(self, reply: TrainReply, arrays: Mapping[str, NDArray[Any]], weight: int) -> bool:
+        for name, value in arrays.items():
+            if name in self.total:
+                add_weighted(self.total[name], value, weight)
+        if reply.num_examples > self._most_examples:
+            self._most_examples = reply.num_examples
+            self.others = {
+                name: value for name, value in arrays.items() if name not in self.roles.floats
+            }
+        self.weight += weight
+        self.used.append(reply)
+        return True
+
+
+def add_weighted(total: NDArray[np.float32], update: NDArray[Any], weight: int) -> None:
+    """Add in place, ``total = f32(total + f32(f32(weight) * f32(update)))``."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total += np.float32(weight) * np.asarray(update, np.float32)
+
+
+def sum_updates(
+    roles: TensorRoles, replies: Sequence[TrainReply], weights: Sequence[int], num_threads: int = 1
+) -> UpdateSum:
+    """Return the weighted sum of all float tensors over the replies, in the order given.
+
+    Parameters
+    ----------
+    roles : TensorRoles
+        The model.
+    replies : sequence of TrainReply
+        In client-id order.
+    weights : sequence of int
+        Weight of each reply.
+    num_threads : int
+        Threads of the decoder.
+    """
+    result = UpdateSum(roles, tuple(name for name in roles.like.names if name in roles.floats))
+    for reply, weight in zip(replies, weights, strict=True):
+        result.add(reply, weight, num_threads)
+    return result
+
+
+def decode_replies(
+    roles: TensorRoles, replies: Sequence[TrainReply], weights: Sequence[int], num_threads: int = 1
+) -> tuple[UpdateSum, list[Float32s]]:
+    """Return the sum over the float buffers, and each good reply's trainable tensors."""
+    result = UpdateSum(
+        roles, tuple(n for n in roles.buffer_names if n in roles.floats and n in roles.like.names)
+    )
+    updates = []
+    for reply, weight in zip(replies, weights, strict=True):
+        start = time.perf_counter()
+        try:
+            decoded = decode_update(reply.payload, roles.like, num_threads=num_threads)
+        except PayloadError as error:
+            result.refuse(reply, str(error))
+            continue
+        finally:
+            result.decode_seconds += time.perf_counter() - start
+        result.add_decoded(reply, decoded, weight)
+        updates.append({name: np.asarray(decoded[name], np.float32) for name in roles.trainable})
+    return result, updates
+
+
+def apply_step(
+    weights: NDArray[Any], direction: NDArray[np.float32], step: np.float32
+) -> NDArray[np.float32]:
+    """Return ``f32(w + f32(step * direction))``, written over ``direction``.
+
+    Examples
+    --------
+    >>> apply_step(np.float32([1.0, 2.0]), np.float32([4.0, -4.0]), np.float32(-0.25))
+    array([0., 3.], dtype=float32)
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        np.multiply(direction, step, out=direction)
+        np.add(np.asarray(weights, np.float32), direction, out=direction)
+    return direction
+
+
+def find_nonnegative(arrays: ArrayRecord, roles: TensorRoles) -> frozenset[str]:
+    """Return the float buffers that start at 0 or above: variances, not means (all 0 at first)."""
+    floats = {n: arrays[n].numpy() for n in roles.buffer_names if n in roles.floats}
+    return frozenset(n for n, value in floats.items() if (value >= 0).all() and (value > 0).any())
+
+
+def next_model(
+    arrays: ArrayRecord,
+    total: UpdateSum,
+    step: np.float32,
+    nonnegative: frozenset[str],
+    trained: Mapping[str, NDArray[Any]] | None = None,
+) -> ArrayRecord:
+    """Return the model of the next round, in the layout's dtypes.
+
+    Trainable tensors step along the sum, or are taken from ``trained`` (an inner strategy's). Float
+    buffers move by the mean. Integer and bool tensors take the value of the reply with the most
+    examples.
+
+    Parameters
+    ----------
+    arrays : ArrayRecord
+        The model that was sent out.
+    total : UpdateSum
+        Sum of the updates; its arrays are used up.
+    step : float32
+        What the sum of trainable tensors is multiplied with.
+    nonnegative : frozenset of str
+        Buffers clamped at 0: a coding error must not make a variance negative.
+    trained : mapping, optional
+        New values of the trainable tensors.
+
+    Raises
+    ------
+    RoundError
+        When a value is NaN or infinite.
+    """
+    roles = total.roles
+    trainable = set(roles.trainable)
+    mean_step = np.float32(1.0 / total.weight)
+    result: dict[str, Array] = {}
+    for name, dtype in zip(roles.layout.names, roles.layout.dtypes, strict=True):
+        if trained is not None and name in trainable:
+            value = trained[name]
+        elif name in trainable:
+            value = apply_step(arrays[name].numpy(), total.total.pop(name), step)
+        elif name in total.total:
+            value = apply_step(arrays[name].numpy(), total.total.pop(name), mean_step)
+            if name in nonnegative:
+                np.maximum(value, 0, out=value)
+        elif name in total.others:
+            value = total.others[name]
+        else:  # a local buffer
+            result[name] = arrays[name]
+            continue
+        result[name] = _finite_array(name, value, dtype)
+    return ArrayRecord(result)
+
+
+def _finite_array(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore"):
+        cast = np.asarray(value).astype(dtype, copy=False)
+    if np.issubdtype(dtype, np.floating) and not (finite := np.isfinite(cast)).all():
+        bad = cast.size - int(np.count_nonzero(finite))
+        raise RoundError(
+            f"aggregate must be finite, got {bad} NaN or infinite values in {name!r}; lower "
+            "server_lr or the clients' lr"
+        )
+    return Array(cast)

@@ -1,0 +1,324 @@
+"""The client's side: local update in, one compressed payload out (convert, correct, compress).
+
+``CO3NumPyClient`` is a NumPyClient whose subclass gives the local update; ``co3_mod`` gives the
+same to a message-API ClientApp in one line. Both read the settings of the round from the train
+message and keep the residual by ``memory``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    ConfigRecordValues,
+    Context,
+    Message,
+    MessageType,
+    RecordDict,
+)
+from flwr.app.message import make_message
+from flwr.client import Client, NumPyClient
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common import FitIns, FitRes, Parameters
+from numpy.typing import NDArray
+
+from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
+from co3_flower.errors import ConfigError
+from co3_flower.layout import Layout
+from co3_flower.memory import residual_store
+from co3_flower.records import (
+    ARRAYS,
+    CLIENT_ID,
+    CO3,
+    CONFIG,
+    GRADIENT,
+    PAYLOAD,
+    PREFIX,
+    QUERY,
+    TrainSettings,
+    client_id,
+    config_record,
+)
+from co3_flower.replies import (
+    MAX_RECORD_BYTES,
+    PAYLOAD_STYPE,
+    add_reply_records,
+    app_metrics,
+    co3_scalars,
+)
+from co3_flower.roles import TensorRoles
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class CO3NumPyClient(NumPyClient):
+    """A NumPyClient that sends its update converted, corrected and compressed.
+
+    A subclass gives ``local_update`` (and ``evaluate`` where wanted); Flower calls ``fit``.
+
+    Parameters
+    ----------
+    context : Context
+        The context that ``client_fn(context)`` gets; the residual lives in its state.
+
+    Examples
+    --------
+    >>> class Client(CO3NumPyClient):
+    ...     def local_update(self, parameters, config):
+    ...         gradient = [np.ones_like(p) for p in parameters]
+    ...         return gradient, 32, {"train-loss": 0.5}
+    >>> def client_fn(context):
+    ...     return Client(context).to_client()
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.client_id = client_id(context)
+
+    def local_update(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
+        """Train locally and return what is to be sent.
+
+        Parameters
+        ----------
+        parameters : list of arrays
+            The model as received.
+        config : dict
+            The server's scalars; "co3.payload-kind" says whether a gradient or a weight difference
+            is wanted.
+
+        Returns
+        -------
+        update : list of arrays
+            In the order of ``parameters``, with their shapes. Trainable entries: the gradient, or
+            after minus before; float buffers: after minus before in both; integer and bool entries:
+            the new value.
+        num_examples : int
+            Examples trained on.
+        metrics : dict
+            Scalars for the server.
+        """
+        raise NotImplementedError(
+            "local_update(parameters, config) must be given by a subclass of CO3NumPyClient"
+        )
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
+        """Run ``local_update``; its payload goes out among the metrics, as "co3.payload"."""
+        settings = TrainSettings.from_scalars(config)
+        received = {str(i): np.asarray(value) for i, value in enumerate(parameters)}
+        roles = _roles(received, settings)
+        values, num_examples, metrics = self.local_update(parameters, config)
+        if len(values) != len(parameters):
+            raise ValueError(
+                f"update must have {len(parameters)} arrays, one a parameter, got {len(values)}"
+            )
+        update = {name: np.asarray(value) for name, value in zip(received, values, strict=True)}
+        if isinstance(num_examples, bool) or not isinstance(num_examples, (int, np.integer)):
+            raise ValueError(f"num_examples must be an integer, got {num_examples!r}")
+        sender = _Sender(self.context, settings, roles)
+        reply = {PREFIX + key: value for key, value in sender.encode(update).items()}
+        sender.save()
+        return [], int(num_examples), {**metrics, **reply}
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the client-id, by which the server samples clients."""
+        return {PREFIX + CLIENT_ID: self.client_id}
+
+    def to_client(self) -> Client:
+        """Return the Client that Flower runs; it sends a payload above 4 MiB as one Array."""
+        client = super().to_client()
+        fit = client.fit
+
+        def fit_and_move_payload(ins: FitIns) -> FitRes:
+            result = fit(ins)
+            payload = result.metrics.get(PREFIX + PAYLOAD)
+            if isinstance(payload, bytes) and len(payload) > MAX_RECORD_BYTES:
+                del result.metrics[PREFIX + PAYLOAD]
+                result.parameters = Parameters(tensors=[payload], tensor_type=PAYLOAD_STYPE)
+            return result
+
+        client.fit = fit_and_move_payload  # type: ignore[method-assign]
+        return client
+
+
+def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Compress a message-API app's train replies: ``ClientApp(mods=[co3_mod])``, first in line.
+
+    The app trains as under stock FedAvg. In update mode it returns the new weights and the mod
+    subtracts the received ones; in gradient mode it returns the gradient in ArrayRecord "gradient"
+    and the new values of buffers, if the model has any, in "arrays". Evaluate and query messages
+    pass through.
+
+    Parameters
+    ----------
+    message : Message
+        What the server sent.
+    context : Context
+        The client's context; the residual lives in its state.
+    call_next : callable
+        The next mod, or the app.
+
+    Returns
+    -------
+    Message
+        The app's reply with its arrays replaced by ConfigRecord "co3".
+
+    Raises
+    ------
+    ConfigError
+        When the message does not come from a CO3Strategy.
+    ValueError
+        When the reply's arrays do not fit the received ones.
+    """
+    config = config_record(message.content, CONFIG)
+    if QUERY in config:
+        return Message(
+            RecordDict({CO3: ConfigRecord({CLIENT_ID: client_id(context)})}), reply_to=message
+        )
+    if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+        return call_next(message, context)
+    settings = TrainSettings.from_scalars(config)
+    record = message.content.array_records[ARRAYS]
+    received = {
+        name: array.numpy() for name, array in record.items()
+    }  # before the app may change the record
+    stock = {k: v for k, v in message.content.items() if not k.startswith("fitins.")}
+    reply = call_next(make_message(metadata=message.metadata, content=RecordDict(stock)), context)
+    if reply.has_error():
+        return reply
+    roles = _roles(received, settings)
+    app_metrics(reply.content)
+    update, used = _update_of(reply.content, received, roles, settings)
+    sender = _Sender(context, settings, roles)
+    scalars = sender.encode(update)
+    for name in used:
+        del reply.content[name]
+    add_reply_records(reply.content, scalars)
+    sender.save()
+    return reply
+
+
+class _Sender:
+    """One reply: encode what is to be sent, then keep the residual as the very last step."""
+
+    def __init__(self, context: Context, settings: TrainSettings, roles: TensorRoles) -> None:
+        self._context, self._settings, self._roles = context, settings, roles
+        self._store = residual_store(context, settings)
+        self._digest = b""
+        self._encoded: EncodedUpdate | None = None
+
+    def encode(self, update: Mapping[str, NDArray[Any]]) -> dict[str, ConfigRecordValues]:
+        """Return the scalars of the reply; nothing is stored yet."""
+        start = time.perf_counter()
+        roles = self._roles
+        sent = {}
+        for name, shape, dtype in zip(
+            roles.like.names, roles.like.shapes, roles.like.dtypes, strict=True
+        ):
+            if update[name].shape != shape:
+                raise ValueError(
+                    f"update must have shape {shape}, got {update[name].shape} in tensor {name!r}"
+                )
+            sent[name] = _cast(name, update[name], dtype)
+        if self._settings.compressor == "none":
+            self._encoded = encode_raw_update(sent)
+        else:
+            config = roles.codec_config(self._settings.codec, _num_threads(self._context))
+            self._digest = _residual_digest(sent, config.raw)
+            self._encoded = encode_update(sent, self._store.load(self._digest), config)
+        seconds = time.perf_counter() - start
+        encoded = self._encoded
+        return co3_scalars(
+            encoded.payload,
+            self._settings.server_round,
+            client_id(self._context),
+            encoded.stats,
+            seconds,
+        )
+
+    def save(self) -> None:
+        """Keep the residual for the next round."""
+        if self._encoded is not None and self._encoded.residual:
+            self._store.save(self._encoded.residual, self._settings.server_round, self._digest)
+
+
+def _roles(received: Arrays, settings: TrainSettings) -> TensorRoles:
+    return TensorRoles(Layout.of(received), settings.raw, settings.buffers, settings.buffers_kind)
+
+
+def _update_of(
+    content: RecordDict, received: Arrays, roles: TensorRoles, settings: TrainSettings
+) -> tuple[Arrays, list[str]]:
+    """Return what is to be sent, and the names of the ArrayRecords it was taken from."""
+    records = content.array_records
+    if settings.payload_kind == "update":
+        if ARRAYS not in records and len(records) != 1:
+            raise ValueError(
+                f"reply must hold the new weights in ArrayRecord '{ARRAYS}', got {sorted(records)}"
+            )
+        name = ARRAYS if ARRAYS in records else next(iter(records))
+        return _differences(records[name], received, list(roles.like.names), roles), [name]
+    if GRADIENT not in records:
+        raise ValueError(
+            f"reply must hold ArrayRecord '{GRADIENT}' in gradient mode, got {sorted(records)}; "
+            "return the gradient or use payload='update'"
+        )
+    gradient = _arrays_of(records[GRADIENT], GRADIENT, list(roles.trainable))
+    buffers = [name for name in roles.buffer_names if name in roles.like.names]
+    new = records[ARRAYS] if ARRAYS in records else ArrayRecord()
+    used = [name for name in (GRADIENT, ARRAYS) if name in records]
+    return gradient | _differences(new, received, buffers, roles), used
+
+
+def _differences(
+    record: ArrayRecord, received: Arrays, names: list[str], roles: TensorRoles
+) -> Arrays:
+    """Return after minus before for float tensors, and the new value for the others."""
+    after = _arrays_of(record, ARRAYS, names)
+    for name in names:
+        if after[name].shape != received[name].shape:
+            raise ValueError(
+                f"reply must keep shape {received[name].shape}, got {after[name].shape} in {name!r}"
+            )
+        if name in roles.floats:
+            wide = np.result_type(np.float32, received[name].dtype)
+            with np.errstate(over="ignore", invalid="ignore"):  # the codec names what is not finite
+                after[name] = np.asarray(after[name].astype(wide) - received[name].astype(wide))
+    return after
+
+
+def _arrays_of(record: ArrayRecord, what: str, names: list[str]) -> Arrays:
+    missing = [name for name in names if name not in record]
+    if missing:
+        raise ValueError(f"ArrayRecord '{what}' of the reply must hold {names}, got no {missing}")
+    return {name: record[name].numpy() for name in names}
+
+
+def _cast(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return float tensors as float32 and check that integer and bool tensors keep their dtype."""
+    if dtype != np.float32 and value.dtype != dtype:
+        raise ValueError(f"update must have dtype {dtype}, got {value.dtype} in tensor {name!r}")
+    with np.errstate(over="ignore"):  # the codec names what is not finite
+        return np.ascontiguousarray(value, dtype).reshape(value.shape)
+
+
+def _residual_digest(sent: Arrays, raw: Sequence[int | str]) -> bytes:
+    """Return 8 bytes over names and shapes of the error-fed tensors: what a residual must fit."""
+    rows = [(n, a.shape) for n, a in sent.items() if a.dtype == np.float32 and n not in raw]
+    return hashlib.blake2b(repr(rows).encode(), digest_size=8).digest()
+
+
+def _num_threads(context: Context) -> int:
+    value = context.node_config.get("num-threads") or context.run_config.get("num-threads") or 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"num-threads must be an integer of at least 1, got {value!r}")
+    return value

@@ -1,0 +1,218 @@
+"""Where a client's residual lives between rounds (the memory of the *correct* stage).
+
+A store gives back what it was last given, or None where there is nothing that fits the present
+layout: error feedback then starts from zero. A client saves as its very last step, because an
+update that failed half way must not have changed it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from numpy.typing import NDArray
+
+from co3_flower.records import ClientId, TrainSettings, client_id
+
+logger = logging.getLogger("flwr.co3")
+
+RESIDUAL = "co3.residual"  # ArrayRecord in context.state, keyed as the update
+STATE = "co3.state"  # ConfigRecord in context.state: round and layout digest
+FILE_VERSION = 1
+
+Residual = dict[str, NDArray[np.float32]]
+
+
+class ResidualStore(Protocol):
+    """Keeps one client's residual."""
+
+    def load(self, digest: bytes) -> Residual | None:
+        """Return the last round's residual, or None where none fits the layout of this digest."""
+
+    def save(
+        self, residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
+    ) -> None:
+        """Replace what is kept by the residual of this round."""
+
+
+def residual_store(context: Context, settings: TrainSettings) -> ResidualStore:
+    """Return the client's store: files under a memory directory if one is set, else the context.
+
+    The directory is the node-config or run-config key "memory-dir", else what the server sends; the
+    name of the experiment likewise, "experiment-id", else the run's id.
+
+    Parameters
+    ----------
+    context : Context
+        The client's context.
+    settings : TrainSettings
+        The server's settings of this round.
+    """
+    directory = _setting(context, "memory-dir") or settings.memory_dir
+    if not directory:
+        return ContextStore(context)
+    experiment_id = (
+        _setting(context, "experiment-id") or settings.experiment_id or f"run-{context.run_id}"
+    )
+    return FileStore(Path(directory), experiment_id, client_id(context))
+
+
+class ContextStore:
+    """Residual in ``context.state``: kept by Flower between the rounds of one run.
+
+    Parameters
+    ----------
+    context : Context
+        The client's context; its state is changed by ``save`` only.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._state = context.state
+
+    def load(self, digest: bytes) -> Residual | None:
+        """Return the last round's residual, or None where none fits the layout of this digest."""
+        if STATE not in self._state.config_records or RESIDUAL not in self._state.array_records:
+            return None
+        state = self._state.config_records[STATE]
+        if state.get("digest") != digest:
+            _warn_digest(
+                f"context, round {state.get('server-round')!r}", state.get("digest"), digest
+            )
+            return None
+        return {name: array.numpy() for name, array in self._state.array_records[RESIDUAL].items()}
+
+    def save(
+        self, residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
+    ) -> None:
+        """Replace what is kept by the residual of this round."""
+        record = ArrayRecord({name: Array(np.asarray(value)) for name, value in residual.items()})
+        self._state[RESIDUAL] = record
+        self._state[STATE] = ConfigRecord({"server-round": server_round, "digest": digest})
+
+
+class FileStore:
+    """Residual in one file per experiment and client: it survives a restart of the node.
+
+    A file is replaced in one step (written beside it, flushed to disk, renamed), so that a crash
+    leaves the old one whole. A file that cannot be read, or fits another layout, is renamed to
+    ``*.unusable`` with a warning and never used.
+
+    Parameters
+    ----------
+    directory : Path
+        Made when it is not there.
+    experiment_id : str
+        Name of the experiment.
+    client : int or str
+        Id of the client.
+    """
+
+    def __init__(self, directory: Path, experiment_id: str, client: ClientId) -> None:
+        # repr tells the client-id 3 from '3'; quote leaves no path separator in a name
+        self.path = (
+            directory / f"{quote(experiment_id, safe='')}.{quote(repr(client), safe='')}.npz"
+        )
+
+    def load(self, digest: bytes) -> Residual | None:
+        """Return the last round's residual, or None where none fits the layout of this digest."""
+        if not self.path.exists():
+            return None
+        try:
+            with self.path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+                header = json.loads(file["header"].tobytes())
+                _check_header(header)
+                residual = {name: file[f"tensor-{i}"] for i, name in enumerate(header["names"])}
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            EOFError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
+            self._set_aside(f"it cannot be read ({type(error).__name__}: {error})")
+            return None
+        if header["digest"] != digest.hex():
+            self._set_aside(f"its layout digest must be {digest.hex()}, got {header['digest']}")
+            return None
+        return residual
+
+    def save(
+        self, residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
+    ) -> None:
+        """Replace what is kept by the residual of this round."""
+        header = {
+            "version": FILE_VERSION,
+            "server_round": server_round,
+            "digest": digest.hex(),
+            "names": list(residual),
+        }
+        arrays = {f"tensor-{i}": np.asarray(value) for i, value in enumerate(residual.values())}
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(
+            prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent
+        )
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except BaseException:
+            temporary.unlink()
+            raise
+        _sync_directory(self.path.parent)
+
+    def _set_aside(self, reason: str) -> None:
+        aside = self.path.with_name(self.path.name + ".unusable")
+        self.path.replace(aside)
+        logger.warning(
+            "residual file %s is not used: %s; kept as %s, error feedback starts from zero",
+            self.path,
+            reason,
+            aside.name,
+        )
+
+
+def _check_header(header: dict[str, object]) -> None:
+    if header["version"] != FILE_VERSION:
+        raise ValueError(f"version must be {FILE_VERSION}, got {header['version']}")
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename durable; not every platform can open a directory."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _setting(context: Context, key: str) -> str:
+    return str(context.node_config.get(key, "") or context.run_config.get(key, ""))
+
+
+def _warn_digest(where: str, got: object, digest: bytes) -> None:
+    text = got.hex() if isinstance(got, bytes) else repr(got)
+    logger.warning(
+        "residual (%s) is not used: its layout digest must be %s, got %s; error feedback starts "
+        "from zero",
+        where,
+        digest.hex(),
+        text,
+    )

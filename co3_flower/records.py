@@ -1,0 +1,251 @@
+"""Flower record keys and the train message: first module that imports flwr.
+
+In comes what the server decided for a round, out go records that both kinds of client read: a
+message-API ClientApp finds "arrays" and "config", a NumPyClient finds the same two objects as
+"fitins.parameters" and "fitins.config".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    ConfigRecordValues,
+    Context,
+    MetricRecord,
+    RecordDict,
+)
+
+from co3_flower.config import CodecConfig
+from co3_flower.errors import ConfigError
+
+ARRAYS = "arrays"  # ArrayRecord: the model, in messages and in replies of a message-API app
+CONFIG = "config"  # ConfigRecord of a message: the user's scalars and the co3.* settings
+METRICS = "metrics"  # MetricRecord of a reply
+NUM_EXAMPLES = "num-examples"
+GRADIENT = "gradient"  # ArrayRecord of a gradient-mode reply, before the mod
+CO3 = "co3"  # ConfigRecord of a reply: payload, server-round, client-id and statistics
+PREFIX = "co3."  # the same keys inside a NumPyClient's metrics, and the settings inside "config"
+PAYLOAD = "payload"
+SERVER_ROUND = "server-round"
+CLIENT_ID = "client-id"
+QUERY = "co3.query"  # in a message's config: tell the client-id, do not train
+
+COMPRESSORS = ("co3", "none")
+PAYLOAD_KINDS = ("update", "gradient")
+BUFFER_KINDS = ("coded", "raw", "local")
+
+ClientId = int | str
+
+# CodecConfig field -> key; raw and buffers travel as positions, num_threads is the client's own
+_CODEC_SCALARS = {
+    field.name: PREFIX + field.name.replace("_", "-")
+    for field in dataclasses.fields(CodecConfig)
+    if field.name not in ("raw", "buffers", "num_threads")
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What the server asks of every client in a round: co3.* scalars in ConfigRecord "config".
+
+    Parameters
+    ----------
+    server_round : int
+        Round of the message; the reply repeats it.
+    payload_kind : str
+        "update" or "gradient".
+    compressor : str
+        "co3" or "none".
+    codec : CodecConfig
+        Codec settings; its ``raw``, ``buffers`` and ``num_threads`` are not used.
+    raw : tuple of int
+        Positions of the float tensors that travel losslessly.
+    buffers : tuple of int
+        Positions of the buffers, integer and bool tensors included.
+    buffers_kind : str
+        "coded", "raw" or "local".
+    memory_dir, experiment_id : str
+        Where clients keep residuals in files, and under which name; empty for the context.
+    """
+
+    server_round: int
+    payload_kind: str = "update"
+    compressor: str = "co3"
+    codec: CodecConfig = dataclasses.field(default_factory=CodecConfig)
+    raw: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
+    buffers_kind: str = "coded"
+    memory_dir: str = ""
+    experiment_id: str = ""
+
+    def to_scalars(self) -> dict[str, ConfigRecordValues]:
+        """Return the settings as record scalars, keys "co3.format", "co3.gamma" and so on."""
+        scalars: dict[str, ConfigRecordValues] = {
+            key: value
+            for name, key in _CODEC_SCALARS.items()
+            if (value := getattr(self.codec, name)) is not None
+        }
+        scalars |= {
+            PREFIX + SERVER_ROUND: self.server_round,
+            PREFIX + "payload-kind": self.payload_kind,
+            PREFIX + "compressor": self.compressor,
+            PREFIX + "raw": _join(self.raw),
+            PREFIX + "buffers": _join(self.buffers),
+            PREFIX + "buffers-kind": self.buffers_kind,
+        }
+        for key, text in (("memory-dir", self.memory_dir), ("experiment-id", self.experiment_id)):
+            if text:
+                scalars[PREFIX + key] = text
+        return scalars
+
+    @classmethod
+    def from_scalars(cls, config: Mapping[str, ConfigRecordValues]) -> TrainSettings:
+        """Read the settings out of a train message's config, the user's own keys ignored.
+
+        Raises
+        ------
+        ConfigError
+            When the settings are missing or one of them is not available here.
+        """
+        if PREFIX + SERVER_ROUND not in config:
+            raise ConfigError(
+                f"train message must hold '{PREFIX + SERVER_ROUND}' and the like, got keys "
+                f"{sorted(config)}; give the ServerApp a CO3Strategy"
+            )
+        codec: dict[str, Any] = {
+            name: config[key] for name, key in _CODEC_SCALARS.items() if key in config
+        }
+        return cls(
+            server_round=int(cast(int, config[PREFIX + SERVER_ROUND])),
+            payload_kind=_choice(config, "payload-kind", PAYLOAD_KINDS),
+            compressor=_choice(config, "compressor", COMPRESSORS),
+            codec=CodecConfig(**codec),
+            raw=_split(config, "raw"),
+            buffers=_split(config, "buffers"),
+            buffers_kind=_choice(config, "buffers-kind", BUFFER_KINDS),
+            memory_dir=str(config.get(PREFIX + "memory-dir", "")),
+            experiment_id=str(config.get(PREFIX + "experiment-id", "")),
+        )
+
+
+def message_content(arrays: ArrayRecord, config: ConfigRecord, legacy: str) -> RecordDict:
+    """Return a message content that both kinds of client can read.
+
+    Parameters
+    ----------
+    arrays : ArrayRecord
+        The whole model.
+    config : ConfigRecord
+        Scalars only: a NumPyClient refuses lists.
+    legacy : str
+        "fitins" for a train message, "evaluateins" for an evaluate message.
+
+    Returns
+    -------
+    RecordDict
+        The two objects under both pairs of names; Flower sends equal objects once.
+    """
+    return RecordDict(
+        {ARRAYS: arrays, CONFIG: config, f"{legacy}.parameters": arrays, f"{legacy}.config": config}
+    )
+
+
+def config_record(content: RecordDict, name: str) -> Mapping[str, ConfigRecordValues]:
+    """Return a ConfigRecord of a message, or an empty one where there is none of that name."""
+    records = content.config_records
+    return records[name] if name in records else ConfigRecord()
+
+
+def client_id(context: Context) -> ClientId:
+    """Return node-config "partition-id", else node-config "client-id", else the node id.
+
+    Raises
+    ------
+    ConfigError
+        When the configured id is neither an integer nor a string.
+    """
+    config = context.node_config
+    value = config.get("partition-id", config.get(CLIENT_ID, context.node_id))
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+        raise ConfigError(f"client-id must be an integer or a non-empty string, got {value!r}")
+    return value
+
+
+def client_order(value: ClientId) -> tuple[bool, int, str]:
+    """Return the sort key of a client-id: integers by value, then strings."""
+    return (True, 0, value) if isinstance(value, str) else (False, value, "")
+
+
+def derive_seed(seed: int, server_round: int, client: ClientId) -> int:
+    """Return the 63-bit seed of one client in one round, equal on every machine.
+
+    Examples
+    --------
+    >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2) != derive_seed(0, 2, 2)
+    True
+    """
+    text = repr((int(seed), int(server_round), client)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def count_bytes(content: RecordDict) -> int:
+    """Return the bytes a message carries: names, keys and values, each record object once.
+
+    Numbers count 8 bytes and booleans 1, as in Flower's ``count_bytes``; Flower's framing and HTTP
+    headers come on top.
+    """
+    seen: set[int] = set()
+    total = 0
+    for name, record in content.items():
+        total += len(name.encode())
+        if id(record) not in seen:
+            seen.add(id(record))
+            total += _record_bytes(record)
+    return total
+
+
+def _record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
+    if isinstance(record, ArrayRecord):
+        return sum(
+            len(key.encode()) + len(a.data) + len(a.dtype) + len(a.stype) + 8 * len(a.shape)
+            for key, a in record.items()
+        )
+    return sum(len(key.encode()) + _value_bytes(value) for key, value in record.items())
+
+
+def _value_bytes(value: object) -> int:
+    if isinstance(value, list):
+        return sum(_value_bytes(item) for item in value)
+    if isinstance(value, str):
+        return len(value.encode())
+    if isinstance(value, bytes):
+        return len(value)
+    return 1 if isinstance(value, bool) else 8
+
+
+def _join(positions: Iterable[int]) -> str:
+    return ",".join(str(position) for position in positions)
+
+
+def _split(config: Mapping[str, ConfigRecordValues], key: str) -> tuple[int, ...]:
+    text = config.get(PREFIX + key, "")
+    try:
+        return tuple(int(part) for part in str(text).split(",") if part)
+    except ValueError:
+        raise ConfigError(f"{PREFIX + key} must be comma-joined positions, got {text!r}") from None
+
+
+def _choice(config: Mapping[str, ConfigRecordValues], key: str, choices: tuple[str, ...]) -> str:
+    value = config.get(PREFIX + key, choices[0])
+    if value not in choices:
+        raise ConfigError(
+            f"{PREFIX + key} must be one of {choices}, got {value!r}; update co3_flower here"
+        )
+    assert isinstance(value, str)
+    return value

@@ -1,0 +1,410 @@
+"""CO3Strategy, the parameter server: chooses clients, averages their updates, steps, counts R."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from co3_flower.accounting import Failure, Ledger
+from co3_flower.aggregation import (
+    UpdateSum,
+    decode_replies,
+    find_nonnegative,
+    next_model,
+    sum_updates,
+)
+from co3_flower.checks import check_choice, check_integer, check_number, resolve_server_lr
+from co3_flower.config import CodecConfig
+from co3_flower.errors import ConfigError
+from co3_flower.evaluation import aggregate_evaluation, mean_metrics
+from co3_flower.inner import aggregate_inner, configure_inner
+from co3_flower.intake import sort_replies
+from co3_flower.layout import Layout
+from co3_flower.nodes import RoundError, learn_client_ids, sample_nodes, wait_for_nodes
+from co3_flower.records import (
+    BUFFER_KINDS,
+    COMPRESSORS,
+    PAYLOAD_KINDS,
+    SERVER_ROUND,
+    ClientId,
+    TrainSettings,
+    message_content,
+)
+from co3_flower.replies import TrainReply, common_metrics
+from co3_flower.roles import TensorRoles, find_roles
+
+logger = logging.getLogger("flwr.co3")
+
+WEIGHTINGS = ("examples", "uniform")
+_TRAIN, _EVALUATE = 0, 1  # streams of the sampling seed
+_REPORTED = ("uplink_bits", "R", "bits_per_parameter", "sqnr_db", "residual_ratio")
+
+
+class CO3Strategy(Strategy):
+    """Federated averaging over compressed updates, for message-API apps and NumPyClients at once.
+
+    Alone it is FedAvg over decoded updates: each reply is decoded into one float32 accumulator, in
+    client-id order. With ``inner`` each reply becomes the client's dense weights, and a stock
+    strategy aggregates those.
+
+    Parameters
+    ----------
+    config : CodecConfig or str
+        Settings of the codec, sent to the clients with every train message; or "none" for float32.
+    inner : Strategy, optional
+        A stock strategy; it sees the trainable float tensors only and chooses no nodes.
+    payload : str
+        "update" (weight difference after local training) or "gradient".
+    server_lr : float, optional
+        Step size of the server; required for "gradient", 1 for "update".
+    weighting : str
+        "examples", or "uniform" for weight 1 each.
+    buffers : str
+        "coded", "raw" or "local" (not sent; the server can then not evaluate the model).
+    buffer_keys : iterable of str, optional
+        Names of float buffers, whole or from a dot on; default: names ending in running_mean,
+        running_var or num_batches_tracked. Integer and bool tensors are buffers in any case.
+    num_clients : int
+        Nodes to wait for before the first round; 0 waits until their number has not changed for
+        three seconds.
+    fraction_train, fraction_evaluate : float
+        Share of the clients per round, a seeded choice among client-ids. With fraction_evaluate 0
+        no client evaluates.
+    min_replies : int
+        The run fails when a round has fewer good replies.
+    node_timeout : float
+        Seconds to wait for nodes at most.
+    seed : int
+        Seed of the choice of clients.
+    max_examples : int, optional
+        A reply that claims more examples is refused; None or 0 sets no limit.
+    memory_dir, experiment_id : str, optional
+        Directory on the clients for residuals in files (empty: Flower's context), and the name
+        that the files carry (empty: the run's id).
+
+    Attributes
+    ----------
+    history : list of dict
+        One record per round, appended before the server evaluates the round.
+    R : int
+        Bits of all payloads that came in, refused ones included.
+    overhead_bits, downlink_bits : int
+        Bits of the rest of those replies; of the train messages.
+    failures : list of Failure
+        Clients whose update was not used, round by round.
+    num_parameters : int or None
+        Trainable entries of the model, known from the first round on.
+
+    Raises
+    ------
+    ConfigError
+        When a setting is impossible; the message lists the choices.
+
+    Examples
+    --------
+    >>> from co3_flower import CodecConfig
+    >>> config = CodecConfig(format="e2m1", gamma=0.9)
+    >>> strategy = CO3Strategy(config, payload="gradient", server_lr=0.1, num_clients=4)
+    >>> strategy.R
+    0
+    """
+
+    def __init__(
+        self,
+        config: CodecConfig | str,
+        inner: Strategy | None = None,
+        *,
+        payload: str = "update",
+        server_lr: float | None = None,
+        weighting: str = "examples",
+        buffers: str = "coded",
+        buffer_keys: Iterable[str] | None = None,
+        num_clients: int = 0,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_replies: int = 1,
+        node_timeout: float = 600.0,
+        seed: int = 0,
+        max_examples: int | None = None,
+        memory_dir: str | None = None,
+        experiment_id: str = "",
+    ) -> None:
+        if not isinstance(config, CodecConfig):
+            check_choice("compressor", config, COMPRESSORS)
+        check_choice("payload", payload, PAYLOAD_KINDS)
+        check_choice("weighting", weighting, WEIGHTINGS)
+        check_choice("buffers", buffers, BUFFER_KINDS)
+        if isinstance(buffer_keys, str):
+            raise ConfigError(f"buffer_keys must be a sequence of names, got {buffer_keys!r}")
+        check_number("fraction_train", fraction_train, 0, 1, open_below=True)
+        check_number("fraction_evaluate", fraction_evaluate, 0, 1)
+        check_number("node_timeout", node_timeout, 0, float("inf"))
+        check_integer("num_clients", num_clients, 0)
+        check_integer("min_replies", min_replies, 1)
+        check_integer("seed", seed, 0)
+        check_integer("max_examples", max_examples or 0, 0)
+        if num_clients and min_replies > num_clients:
+            raise ConfigError(f"min_replies must be at most {num_clients}, got {min_replies}")
+        self.compressor = "co3" if isinstance(config, CodecConfig) else config
+        self.codec = config if isinstance(config, CodecConfig) else CodecConfig()
+        self.inner = inner
+        self.payload = payload
+        self.server_lr = resolve_server_lr(server_lr, payload, has_inner=inner is not None)
+        self.weighting = weighting
+        self.buffers = buffers
+        self.buffer_keys = None if buffer_keys is None else tuple(buffer_keys)
+        self.num_clients = num_clients
+        self.fraction_train = fraction_train
+        self.fraction_evaluate = fraction_evaluate
+        self.min_replies = min_replies
+        self.node_timeout = node_timeout
+        self.seed = seed
+        self.max_examples = max_examples or None
+        self.memory_dir = memory_dir or ""
+        self.experiment_id = experiment_id
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ledger = Ledger()
+        self._client_ids: dict[int, ClientId] = {}
+        self._roles: TensorRoles | None = None
+        self._nonnegative: frozenset[str] = frozenset()
+        self._arrays = ArrayRecord()
+        self._sent: list[Message] = []
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record per round, appended before the server evaluates the round."""
+        return self._ledger.history
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Clients whose update was not used, round by round."""
+        return self._ledger.failures
+
+    @property
+    def R(self) -> int:
+        """Bits of all payloads that came in, refused ones included."""
+        return self._ledger.uplink_bits
+
+    @property
+    def overhead_bits(self) -> int:
+        """Bits of the train replies that are not payload."""
+        return self._ledger.overhead_bits
+
+    @property
+    def downlink_bits(self) -> int:
+        """Bits of the train messages."""
+        return self._ledger.downlink_bits
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Trainable entries of the model, known from the first round on."""
+        return None if self._roles is None else self._roles.num_parameters
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run all rounds as Flower's own ``start`` does, with all counters set back to zero first.
+
+        Raises
+        ------
+        ConfigError
+            When the server is to evaluate a model whose buffers it never gets.
+        RoundError
+            When a round cannot be finished.
+        """
+        self._reset()
+        evaluates = evaluate_fn is not None
+        if evaluates and self.buffers == "local" and self._find_roles(initial_arrays).buffers:
+            raise ConfigError(
+                "buffers must be 'coded' or 'raw' where the server evaluates, got 'local'; the "
+                "server's copy of the running statistics would never change"
+            )
+        return super().start(
+            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
+
+    def summary(self) -> None:
+        """Log the settings."""
+        codec = repr(self.codec) if self.compressor == "co3" else f"{self.compressor} (float32)"
+        inner = "FedAvg, streaming" if self.inner is None else type(self.inner).__name__
+        clients = self.num_clients or "as many as connect"
+        lines = [
+            f"Codec: {codec}",
+            f"Payload: {self.payload}, server_lr {self.server_lr:g}, buffers {self.buffers}",
+            f"Aggregation: {inner}, weighting {self.weighting}",
+            f"Clients: {clients}, fraction train {self.fraction_train:g}, evaluate "
+            f"{self.fraction_evaluate:g}, at least {self.min_replies} good replies a round",
+        ]
+        for line in lines:
+            logger.info("\t├──> %s", line)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose the clients of a round and return one train message for each."""
+        if self._roles is None or tuple(arrays) != self._roles.layout.names:
+            self._roles = self._find_roles(arrays)
+            self._nonnegative = find_nonnegative(arrays, self._roles)
+        nodes = self._choose(grid, self.fraction_train, self.min_replies, server_round, _TRAIN)
+        config = ConfigRecord(dict(config))
+        if self.inner is not None:
+            trainable = ArrayRecord({name: arrays[name] for name in self._roles.trainable})
+            config = configure_inner(self.inner, server_round, trainable, config, grid, nodes)
+        config[SERVER_ROUND] = server_round
+        config.update(self._settings(server_round, self._roles).to_scalars())
+        content = message_content(arrays, config, "fitins")
+        self._arrays = arrays
+        self._sent = [Message(content, node, MessageType.TRAIN) for node in nodes]
+        self._ledger.open_round(content, len(nodes))
+        logger.info("configure_train: %d clients chosen", len(nodes))
+        return list(self._sent)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Decode the good replies, step, and append the record of the round to ``history``.
+
+        Raises
+        ------
+        RoundError
+            When fewer than ``min_replies`` replies are good, an inner strategy fails, or a value
+            of the new model is not finite.
+        """
+        start = time.perf_counter()
+        roles = self._roles
+        if roles is None:
+            raise RoundError("configure_train must come before aggregate_train")
+        good, failures = sort_replies(
+            server_round,
+            list(replies),
+            self._sent,
+            self._client_ids,
+            self.max_examples,
+            self._ledger,
+        )
+        self._client_ids |= {reply.node_id: reply.client_id for reply in good}
+        updates: list[dict[str, np.ndarray]] = []
+        if self.inner is None:
+            total = sum_updates(roles, good, self._weights(good), self.codec.num_threads)
+        else:
+            total, updates = decode_replies(
+                roles, good, self._weights(good), self.codec.num_threads
+            )
+        failures += [
+            Failure(server_round, reply.node_id, reply.client_id, reason)
+            for reply, reason in total.refused
+        ]
+        record = self._ledger.close_round(
+            server_round, total.used, failures, roles.num_parameters, total.decode_seconds
+        )
+        self._check_round(server_round, len(total.used), failures)
+        arrays, metrics = self._step(server_round, roles, total, updates)
+        metrics.update({k.replace("_", "-"): record[k] for k in _REPORTED if record[k] is not None})
+        record["aggregate_seconds"] = time.perf_counter() - start
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Return one evaluate message for each chosen client; none when fraction_evaluate is 0."""
+        if self.fraction_evaluate == 0:
+            return []
+        nodes = self._choose(grid, self.fraction_evaluate, 1, server_round, _EVALUATE)
+        config = ConfigRecord(dict(config))
+        config[SERVER_ROUND] = server_round
+        content = message_content(arrays, config, "evaluateins")
+        return [Message(content, node, MessageType.EVALUATE) for node in nodes]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean of the clients' metrics, weighted by examples; failures are logged."""
+        return aggregate_evaluation(server_round, replies, self._client_ids, self.inner)
+
+    def _find_roles(self, arrays: ArrayRecord) -> TensorRoles:
+        layout = Layout.of({name: array.numpy() for name, array in arrays.items()})
+        return find_roles(layout, self.codec, self.buffers, self.buffer_keys)
+
+    def _settings(self, server_round: int, roles: TensorRoles) -> TrainSettings:
+        return TrainSettings(
+            server_round=server_round,
+            payload_kind=self.payload,
+            compressor=self.compressor,
+            codec=self.codec,
+            raw=roles.raw,
+            buffers=roles.buffers,
+            buffers_kind=self.buffers,
+            memory_dir=self.memory_dir,
+            experiment_id=self.experiment_id,
+        )
+
+    def _choose(
+        self, grid: Grid, fraction: float, minimum: int, server_round: int, stream: int
+    ) -> list[int]:
+        """Return the nodes of a round: all of them, or a seeded sample of client-ids."""
+        is_first = not self.history
+        nodes = wait_for_nodes(grid, self.num_clients if is_first else minimum, self.node_timeout)
+        if fraction == 1:
+            return nodes
+        if unknown := [node for node in nodes if node not in self._client_ids]:
+            self._client_ids |= learn_client_ids(grid, unknown, self.node_timeout)
+        known = {node: self._client_ids[node] for node in nodes if node in self._client_ids}
+        return sample_nodes(known, fraction, minimum, (self.seed, server_round, stream))
+
+    def _weights(self, replies: Sequence[TrainReply]) -> list[int]:
+        return [reply.num_examples if self.weighting == "examples" else 1 for reply in replies]
+
+    def _check_round(self, server_round: int, num_good: int, failures: Sequence[Failure]) -> None:
+        """Log the failures; end the run when too few replies are good."""
+        logger.info(
+            "aggregate_train: %d good replies, %d failures, R = %d bits",
+            num_good,
+            len(failures),
+            self.R,
+        )
+        for failure in failures:
+            logger.warning("round %d, %s", server_round, failure)
+        if num_good < self.min_replies:
+            reasons = "; ".join(map(str, failures)) or "no client was asked"
+            raise RoundError(
+                f"round {server_round} must have at least {self.min_replies} good replies, got "
+                f"{num_good}: {reasons}"
+            )
+
+    def _step(
+        self,
+        server_round: int,
+        roles: TensorRoles,
+        total: UpdateSum,
+        updates: list[dict[str, np.ndarray]],
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Return the next model and the metrics of the round."""
+        signed_lr = -self.server_lr if self.payload == "gradient" else self.server_lr
+        weights = self._weights(total.used)
+        if self.inner is None:
+            step = np.float32(signed_lr / total.weight)
+            metrics = mean_metrics(common_metrics([r.metrics for r in total.used]), weights)
+            arrays = next_model(self._arrays, total, step, self._nonnegative)
+        else:
+            step = np.float32(signed_lr)
+            trained, metrics = aggregate_inner(
+                self.inner, server_round, self._arrays, roles, total.used, updates, weights, step
+            )
+            arrays = next_model(self._arrays, total, step, self._nonnegative, trained)
+        return arrays, MetricRecord() if metrics is None else metrics
