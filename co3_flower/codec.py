@@ -31,6 +31,7 @@ from co3_flower.payload import (
     SCHEME_CO3,
     SCHEME_NONE,
     Parts,
+    num_raw_bytes,
     read_payload,
     write_payload,
 )
@@ -254,6 +255,11 @@ def accumulate_update(
         factor = np.float32(weight)
     if not np.isfinite(factor):
         raise ValueError(f"weight must be finite in float32, got {weight!r}")
+    if like is None and num_raw_bytes(payload):
+        raise PayloadError(
+            f"payload must hold no raw tensors where `like` is not given, got "
+            f"{num_raw_bytes(payload)} bytes of them; give the layout of the whole update"
+        )
     layout = Layout.of(accumulator if like is None else like)
     parts, plan = read_payload(payload, layout)
     raw = _read_raw(parts, layout, plan)

@@ -218,6 +218,12 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     return parts, plan
 
 
+def num_raw_bytes(payload: bytes | memoryview) -> int:
+    """Return the bytes of raw tensors that a payload claims to hold; 0 where it has no header."""
+    data = memoryview(payload).cast("B")
+    return int(_HEADER.unpack_from(data)[-1]) if len(data) >= _HEADER.size else 0
+
+
 class _Reader:
     """A position in the body of a payload; `take` never goes beyond its end."""
 

@@ -214,12 +214,12 @@ def test_same_bytes_come_from_kernels_that_are_not_compiled(
         "assert numba.config.DISABLE_JIT\n"
         "update = dict(np.load(sys.argv[1]))\n"
         "np.seterr(all='ignore')\n"
-        "encoded = encode_update(update, None, CodecConfig(min_numel=100, buffers=(1,)))\n"
+        "encoded = encode_update(update, None, CodecConfig(scale='std', min_numel=100))\n"
         "decoded = decode_update(encoded.payload, update)\n"
         "bits = b''.join(a.tobytes() for d in (encoded.residual, decoded) for a in d.values())\n"
         "print(hashlib.sha256(encoded.payload + bits).hexdigest())\n"
     )
-    encoded = encode_update(update, None, CodecConfig(min_numel=100, buffers=(1,)))
+    encoded = encode_update(update, None, CodecConfig(scale="std", min_numel=100))
     decoded = decode_update(encoded.payload, update)
     bits = b"".join(a.tobytes() for d in (encoded.residual, decoded) for a in d.values())
     path = tmp_path / "update.npz"
