@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels
+from co3_flower import kernels, kernels_rans
 from co3_flower.errors import PayloadError
+from co3_flower.huffman import HuffmanTables
+from co3_flower.rans import RansTables
 
 NUM_STREAMS = 2
 CHUNK_BITS = 8 * 16384  # code bits of a chunk, on average
 
 T = TypeVar("T")
+Tables: TypeAlias = HuffmanTables | RansTables
 
 
 def run_parts(function: Callable[[int, int], T], bounds: list[int], num_threads: int) -> list[T]:
@@ -52,85 +55,70 @@ def chunk_size(num_symbols: int, num_bits: int) -> int:
 
 
 def encode_symbols(
+    tables: Tables,
     symbols: NDArray[np.uint8],
     offsets: NDArray[np.int64],
     table_of: NDArray[np.int64],
-    lengths: NDArray[np.uint8],
-    num_values: int,
-    num_paired: int,
     chunk_symbols: int,
     num_threads: int = 1,
-) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Pack symbols with each tensor's code table.
 
     Parameters
     ----------
+    tables : HuffmanTables or RansTables
+        Code tables; every symbol that occurs has a code.
     symbols : uint8 [n]
         Flat symbols of all tensors.
     offsets : int64 [tensors + 1]
         Where each tensor begins.
     table_of : int64 [tensors]
         Code table of each tensor.
-    lengths : uint8 [tables, K]
-        Code lengths in bits; every symbol that occurs has one.
-    num_values, num_paired : int
-        The first `num_paired` tables are for alphabets of `num_values` symbols; where these are
-        few, the symbols are coded in pairs.
     chunk_symbols : int
         Symbols per chunk.
 
     Returns
     -------
-    words : uint32 [w]
+    words : uint32 or uint16 [w]
         The code.
-    sizes : int64 [chunks * NUM_STREAMS]
+    sizes : int64 [chunks * streams of a chunk]
         Words of each stream.
     """
     num_chunks = -(-symbols.size // chunk_symbols)
-    sizes = np.zeros(num_chunks * NUM_STREAMS, np.int64)
-    entries = np.zeros(lengths.shape, np.uint64)
-    kernels.encoder_entries(lengths, entries)
-    width = num_values if num_values <= kernels.PAIR_ALPHABET else 0
-    num_paired = num_paired if width else 0
-    pairs = np.zeros((num_paired, width * width), np.uint64)
-    kernels.pair_entries(entries[:num_paired], width, pairs)
-
-    def encode_part(first: int, last: int) -> NDArray[np.uint32]:
-        part = (last - first) * chunk_symbols
-        words = np.empty(
-            part * kernels.WINDOW_BITS // 32 + 2 + 2 * NUM_STREAMS * (last - first), np.uint32
-        )
-        used = kernels.encode_streams(
-            first, last, chunk_symbols, NUM_STREAMS, symbols, offsets, table_of, entries,
-            num_paired, width, pairs, words, sizes,
-        )  # fmt: skip
-        return words[:used]
-
+    sizes = np.zeros(num_chunks * stored_streams(tables), np.int64)
+    arguments = symbols, offsets, table_of, chunk_symbols, sizes
+    encode: Callable[[int, int], NDArray[Any]]
+    if isinstance(tables, HuffmanTables):
+        encode = _huffman_encoder(tables, *arguments)
+    else:
+        encode = _rans_encoder(tables, *arguments)
     bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
-    parts = run_parts(encode_part, bounds, num_threads)
-    return (
-        parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint32)])
-    ), sizes
+    parts: list[NDArray[Any]] = run_parts(encode, bounds, num_threads)
+    parts = parts or [np.empty(0, np.uint16)]
+    words = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return words, sizes
 
 
 def decode_symbols(
-    words: NDArray[np.uint32],
+    tables: Tables,
+    words: NDArray[Any],
     sizes: NDArray[np.int64],
     num_streams: int,
-    chunk_symbols: int,
     offsets: NDArray[np.int64],
     table_of: NDArray[np.int64],
-    lengths: NDArray[np.uint8],
+    chunk_symbols: int,
     num_threads: int = 1,
 ) -> NDArray[np.uint8]:
     """Unpack what `encode_symbols` packed; the tables must be complete.
 
     Parameters
     ----------
-    words : uint32 [w + 1]
+    words : uint32 or uint16 [w + 1]
         The code and at least one word behind it, which is never used.
-    sizes : int64 [chunks * num_streams]
+    sizes : int64 [chunks * streams of a chunk]
         Words of each stream; they sum to w.
+    num_streams : int
+        Streams of a chunk, for Huffman codes.
 
     Returns
     -------
@@ -143,31 +131,35 @@ def decode_symbols(
         If a stream's code does not end in its last word.
     """
     symbols = np.empty(int(offsets[-1]), np.uint8)
-    single = np.zeros((lengths.shape[0], 1 << kernels.WINDOW_BITS), np.uint16)
-    several = np.zeros(single.shape, np.uint64)
-    kernels.decoder_tables(lengths, single, several)
     starts = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=starts[1:])
+    if isinstance(tables, HuffmanTables):
+        single = np.zeros((tables.alphabets.size, 1 << kernels.WINDOW_BITS), np.uint16)
+        several = np.zeros(single.shape, np.uint64)
+        kernels.decoder_tables(tables.lengths, single, several)
+        num_chunks = sizes.size // num_streams
 
-    def decode_part(first: int, last: int) -> int:
-        return int(
-            kernels.decode_streams(
-                first,
-                last,
-                chunk_symbols,
-                num_streams,
-                words,
-                starts,
-                offsets,
-                table_of,
-                single,
-                several,
-                symbols,
-            )
-        )
+        def decode(first: int, last: int) -> int:
+            bad: int = kernels.decode_streams(
+                first, last, chunk_symbols, num_streams, words, starts, offsets, table_of,
+                single, several, symbols,
+            )  # fmt: skip
+            return bad
+    else:
+        symbol_of = np.zeros((tables.alphabets.size, kernels_rans.TOTAL), np.uint8)
+        steps = np.zeros(tables.frequencies.shape, np.uint32)
+        kernels_rans.decoder_slots(tables.frequencies, symbol_of, steps)
+        num_chunks = sizes.size
 
-    bounds = split_evenly(np.ones(sizes.size // num_streams, np.int64), num_threads)
-    for stream in run_parts(decode_part, bounds, num_threads):
+        def decode(first: int, last: int) -> int:
+            bad: int = kernels_rans.decode_chunks(
+                first, last, chunk_symbols, words, starts, offsets, table_of,
+                symbol_of, steps, symbols,
+            )  # fmt: skip
+            return bad
+
+    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
+    for stream in run_parts(decode, bounds, num_threads):
         if stream >= 0:
             raise PayloadError(
                 f"code must fill the {sizes[stream]} words of its stream, "
@@ -176,25 +168,88 @@ def decode_symbols(
     return symbols
 
 
-def pack_tables(
-    lengths: NDArray[np.uint8],
-    alphabets: NDArray[np.int64],
-    table_of: NDArray[np.int64],
-    num_tables: int,
-) -> bytes:
-    """Pack code lengths [tables, K] and table numbers below `num_tables`.
+def stored_streams(tables: Tables) -> int:
+    """Return how many stream lengths a chunk has: all states of rANS share one stream."""
+    return NUM_STREAMS if isinstance(tables, HuffmanTables) else 1
 
-    Each table's lengths are those of its alphabet, whose size `alphabets` holds.
-    """
-    data = np.zeros(lengths.size * 40 + table_of.size * 32 + 64, np.uint8)
-    used = kernels.encode_tables(lengths, alphabets, table_of, num_tables, data)
+
+def lanes(tables: Tables) -> int:
+    """Return how many symbols of a chunk are coded side by side: streams, or states of rANS."""
+    return NUM_STREAMS if isinstance(tables, HuffmanTables) else kernels_rans.NUM_STATES
+
+
+def _huffman_encoder(
+    tables: HuffmanTables,
+    symbols: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    table_of: NDArray[np.int64],
+    chunk_symbols: int,
+    sizes: NDArray[np.int64],
+) -> Callable[[int, int], NDArray[np.uint32]]:
+    entries = np.zeros(tables.lengths.shape, np.uint64)
+    kernels.encoder_entries(tables.lengths, entries)
+    width = int(tables.alphabets.min(initial=kernels.PAIR_ALPHABET + 1))
+    is_small = tables.alphabets == width  # the update's own format comes first
+    num_paired = int(is_small.sum()) if width <= kernels.PAIR_ALPHABET else 0
+    pairs = np.zeros((num_paired, width * width), np.uint64)
+    kernels.pair_entries(entries[:num_paired], width, pairs)
+
+    def encode(first: int, last: int) -> NDArray[np.uint32]:
+        num_symbols = (last - first) * chunk_symbols
+        room = num_symbols * kernels.WINDOW_BITS // 32 + 2 + 2 * NUM_STREAMS * (last - first)
+        words = np.empty(room, np.uint32)
+        used = kernels.encode_streams(
+            first, last, chunk_symbols, NUM_STREAMS, symbols, offsets, table_of, entries,
+            num_paired, width, pairs, words, sizes,
+        )  # fmt: skip
+        return words[:used]
+
+    return encode
+
+
+def _rans_encoder(
+    tables: RansTables,
+    symbols: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    table_of: NDArray[np.int64],
+    chunk_symbols: int,
+    sizes: NDArray[np.int64],
+) -> Callable[[int, int], NDArray[np.uint16]]:
+    reciprocals = np.zeros(tables.frequencies.shape, np.int64)
+    shifts = np.zeros(tables.frequencies.shape, np.uint8)
+    starts = np.zeros(tables.frequencies.shape, np.uint32)
+    kernels_rans.encoder_steps(tables.frequencies, reciprocals, shifts, starts)
+
+    def encode(first: int, last: int) -> NDArray[np.uint16]:
+        room = chunk_symbols + kernels_rans.STATE_WORDS + 1  # at most a word a symbol
+        scratch = np.empty(room, np.uint16)
+        words = np.empty((last - first) * room, np.uint16)
+        used = kernels_rans.encode_chunks(
+            first, last, chunk_symbols, symbols, offsets, table_of, tables.frequencies,
+            reciprocals, shifts, starts, scratch, words, sizes,
+        )  # fmt: skip
+        return words[:used]
+
+    return encode
+
+
+def pack_tables(tables: Tables, table_of: NDArray[np.int64], num_tables: int) -> bytes:
+    """Pack code tables, and for Huffman codes the table numbers below `num_tables`."""
+    if isinstance(tables, HuffmanTables):
+        data = np.zeros(tables.lengths.size * 40 + table_of.size * 32 + 64, np.uint8)
+        used = kernels.encode_tables(tables.lengths, tables.alphabets, table_of, num_tables, data)
+    else:
+        data = np.zeros(tables.exponents.size * 80 + 64, np.uint8)
+        used = kernels_rans.encode_weights(
+            tables.exponents, tables.mantissas, tables.alphabets, data
+        )
     return data[:used].tobytes()
 
 
-def unpack_tables(
+def unpack_huffman_tables(
     data: NDArray[np.uint8], alphabets: NDArray[np.int64], num_tensors: int, num_tables: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Undo `pack_tables`: code lengths [tables, largest alphabet], table numbers [num_tensors].
+) -> tuple[HuffmanTables, NDArray[np.int64]]:
+    """Undo `pack_tables`: the tables, and the table number of each of `num_tensors` tensors.
 
     Raises
     ------
@@ -210,4 +265,20 @@ def unpack_tables(
         )
     if table_of.size and table_of.max() >= num_tables:
         raise PayloadError(f"table number must be below {num_tables}, got {table_of.max()}")
-    return lengths, table_of
+    return HuffmanTables(lengths, alphabets), table_of
+
+
+def unpack_rans_tables(data: NDArray[np.uint8], alphabets: NDArray[np.int64]) -> RansTables:
+    """Undo `pack_tables`.
+
+    Raises
+    ------
+    PayloadError
+        If a table uses no symbol or holds a weight that is out of range.
+    """
+    shape = (alphabets.size, int(alphabets.max(initial=1)))
+    exponents, mantissas = np.full(shape, -1, np.int8), np.zeros(shape, np.int8)
+    bad = kernels_rans.decode_weights(data, alphabets, exponents, mantissas)
+    if bad >= 0:
+        raise PayloadError(f"weights must use a symbol and be in range, got others in table {bad}")
+    return RansTables.from_sent(exponents, mantissas, alphabets)

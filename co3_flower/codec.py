@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from co3_flower import kernels
 from co3_flower.bitstream import (
-    NUM_STREAMS,
     chunk_size,
     decode_symbols,
     encode_symbols,
+    lanes,
     run_parts,
     split_evenly,
 )
@@ -397,18 +397,30 @@ def _compress(
     scheme: int = SCHEME_CO3,
 ) -> tuple[bytes, UpdateStats]:
     payloads = []
-    for tables in choose_tables(plan, coded, buffers, config.prior):
-        chunk_symbols = chunk_size(symbols.size, int(tables.code_bits.sum()))
+    for choice in choose_tables(plan, coded, buffers, config.prior, config.coder):
+        chunk_symbols = chunk_size(symbols.size, int(choice.code_bits.sum()))
         words, sizes = encode_symbols(
-            symbols, plan.offsets, tables.table_of, tables.lengths, coded.fmt.num_values,
-            tables.num_own + int(plan.has_pool), chunk_symbols, config.num_threads,
-        )  # fmt: skip
+            choice.tables,
+            symbols,
+            plan.offsets,
+            choice.table_of,
+            chunk_symbols,
+            config.num_threads,
+        )
         parts = Parts(
-            coded.fmt, np.concatenate([coded.scales, buffers.scales]),
-            tables.lengths, tables.table_of, NUM_STREAMS, chunk_symbols, sizes, words, raw, scheme,
-        )  # fmt: skip
-        payloads.append((write_payload(parts, layout, plan), tables.code_bits, 4 * words.size))
-    payload, code_bits, code_bytes = min(payloads, key=lambda choice: len(choice[0]))
+            coded.fmt,
+            np.concatenate([coded.scales, buffers.scales]),
+            choice.tables,
+            choice.table_of,
+            lanes(choice.tables),
+            chunk_symbols,
+            sizes,
+            words,
+            raw,
+            scheme,
+        )
+        payloads.append((write_payload(parts, layout, plan), choice.code_bits, words.nbytes))
+    payload, code_bits, code_bytes = min(payloads, key=lambda each: len(each[0]))
     stats = update_stats(
         layout, plan, coded, buffers, code_bits, len(payload), code_bytes, sum(map(len, raw))
     )
@@ -475,13 +487,13 @@ def _unflatten(
 
 def _decode_symbols(parts: Parts, plan: Plan, num_threads: int) -> NDArray[np.uint8]:
     return decode_symbols(
+        parts.tables,
         parts.words,
         parts.sizes,
         parts.num_streams,
-        parts.chunk_symbols,
         plan.offsets,
         parts.table_of,
-        parts.lengths,
+        parts.chunk_symbols,
         num_threads,
     )
 

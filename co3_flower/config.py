@@ -37,7 +37,7 @@ class CodecConfig:
         under the fitted law with its zero atom), ``empirical`` (the counts), or ``auto`` (the
         smallest).
     coder : str
-        ``huffman``; ``rans`` is not available yet.
+        ``huffman`` (at least one bit a symbol) or ``rans``.
     structure : str
         ``auto`` or ``none``; both mean one table per tensor at present.
     min_numel : int
@@ -96,8 +96,6 @@ class CodecConfig:
             object.__setattr__(self, setting, float(getattr(self, setting)))
         for setting in ("min_numel", "num_threads"):
             object.__setattr__(self, setting, int(getattr(self, setting)))
-        if self.coder == "rans":
-            raise ConfigError("coder must be 'huffman', got 'rans'; rans is not available yet")
         if self.target_bits_per_parameter is not None:
             raise ConfigError(
                 "target_bits_per_parameter must be None, got "

@@ -7,10 +7,16 @@ payload.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from co3_flower import kernels
+
+T = TypeVar("T", bound=np.generic)
 
 MAX_LENGTH = kernels.WINDOW_BITS  # bits; the decoder looks up windows of so many
 
@@ -94,3 +100,58 @@ def kraft_sum(lengths: ArrayLike) -> float:
     """
     used = np.asarray(lengths, dtype=np.int64)
     return float((2.0 ** -used[used > 0]).sum())
+
+
+@dataclass(frozen=True)
+class HuffmanTables:
+    """The Huffman codes of an update.
+
+    Attributes
+    ----------
+    lengths : uint8 [tables, K]
+        Code lengths in bits, 0 for unused symbols; K is the largest alphabet.
+    alphabets : int64 [tables]
+        Size of each table's alphabet.
+    """
+
+    lengths: NDArray[np.uint8]
+    alphabets: NDArray[np.int64]
+
+    @classmethod
+    def from_weights(cls, weights: NDArray[np.int64]) -> HuffmanTables:
+        """Return optimal codes for weights [tables, K]: counts, or scaled probabilities."""
+        lengths = np.zeros(weights.shape, np.uint8)
+        kernels.huffman_tables(weights, MAX_LENGTH, lengths)
+        return cls(lengths, np.full(weights.shape[0], weights.shape[1], np.int64))
+
+    @classmethod
+    def joined(cls, groups: Sequence[HuffmanTables]) -> HuffmanTables:
+        """Return all tables of several groups, whose alphabets may differ."""
+        lengths = pad_columns([group.lengths for group in groups])
+        return cls(lengths, np.concatenate([group.alphabets for group in groups]))
+
+    def distinct(self) -> tuple[HuffmanTables, NDArray[np.int64]]:
+        """Return the different tables in order of appearance, and the number of each of these."""
+        numbers: dict[bytes, int] = {}
+        table_of = [numbers.setdefault(row.tobytes(), len(numbers)) for row in self.lengths]
+        rows = np.frombuffer(b"".join(numbers), np.uint8).reshape(-1, self.lengths.shape[1])
+        return HuffmanTables(rows, self.alphabets[: len(numbers)]), np.array(table_of, np.int64)
+
+    def code_bits(
+        self, counts: NDArray[np.int64], table_of: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return the bits [tensors] that symbols counted in [tensors, K] take in their tables."""
+        bits = np.zeros(table_of.size, np.int64)
+        kernels.table_bits(counts, self.lengths[table_of][:, : counts.shape[1]], bits)
+        return bits.astype(np.float64)
+
+
+def pad_columns(groups: Sequence[NDArray[T]], fill: int = 0) -> NDArray[T]:
+    """Stack arrays [rows, K] of different widths, filled up at the right."""
+    width = max(group.shape[1] for group in groups)
+    return np.concatenate(
+        [
+            np.pad(group, ((0, 0), (0, width - group.shape[1])), constant_values=fill)
+            for group in groups
+        ]
+    )

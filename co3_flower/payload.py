@@ -9,20 +9,30 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from co3_flower import kernels
-from co3_flower.bitstream import pack_tables, unpack_tables
+from co3_flower.bitstream import (
+    Tables,
+    pack_tables,
+    unpack_huffman_tables,
+    unpack_rans_tables,
+)
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.formats import FloatFormat
+from co3_flower.huffman import HuffmanTables
+from co3_flower.kernels_rans import NUM_STATES
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, max_tables
+from co3_flower.rans import RansTables
 
 MAGIC = b"CO3F"
 VERSION = 0
 SCHEME_CO3, SCHEME_NONE = 0, 1
-CODER_HUFFMAN = 0
+CODERS = (HuffmanTables, RansTables)  # by the header's coder byte
+WORDS = (np.dtype("<u4"), np.dtype("<u2"))  # of their code
 BUFFER_FORMAT = FloatFormat.parse("e4m3")
 MAX_STREAMS = 16
 
@@ -43,16 +53,15 @@ class Parts:
         Format of the coded tensors; buffers are in `BUFFER_FORMAT`.
     scales : float32 [coded tensors + buffers]
         In coding order.
-    lengths : uint8 [tables, K]
-        Code lengths: the distinct tables of large tensors, then that of the small ones, then that
-        of the buffers.
+    tables : HuffmanTables or RansTables
+        The tables of large tensors, then that of the small ones, then that of the buffers.
     table_of : int64 [coded tensors + buffers]
         Code table of each tensor.
     num_streams, chunk_symbols : int
-        Streams per chunk and symbols per chunk.
-    sizes : int64 [chunks * num_streams]
+        Streams (for rANS, states in one stream) per chunk, and symbols per chunk.
+    sizes : int64 [streams]
         Words of each stream.
-    words : uint32
+    words : uint32 or, for rANS, uint16
         The code, in a payload that was read with at least one word behind it.
     raw : tuple of bytes-like
         The raw tensors' bytes, in layout order.
@@ -62,12 +71,12 @@ class Parts:
 
     fmt: FloatFormat
     scales: NDArray[np.float32]
-    lengths: NDArray[np.uint8]
+    tables: Tables
     table_of: NDArray[np.int64]
     num_streams: int
     chunk_symbols: int
     sizes: NDArray[np.int64]
-    words: NDArray[np.uint32]
+    words: NDArray[Any]
     raw: tuple[bytes | memoryview, ...]
     scheme: int = SCHEME_CO3
 
@@ -103,13 +112,12 @@ def expand_tables(plan: Plan, own: NDArray[np.int64], num_own_tables: int) -> ND
 
 def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
     """Frame the parts; `parts.words` holds the code and nothing behind it."""
-    num_own_tables = parts.lengths.shape[0] - int(plan.has_pool) - int(plan.has_buffers)
+    coder = CODERS.index(type(parts.tables))
+    num_tables = parts.tables.alphabets.size
+    num_own_tables = num_tables - int(plan.has_pool) - int(plan.has_buffers)
     tables = b""
-    if parts.lengths.shape[0]:
-        alphabets = table_alphabets(plan, parts.fmt, num_own_tables)
-        tables = pack_tables(
-            parts.lengths, alphabets, parts.table_of[: plan.num_own], num_own_tables
-        )
+    if num_tables:
+        tables = pack_tables(parts.tables, parts.table_of[: plan.num_own], num_own_tables)
     kinds = b""
     if any(plan.kinds):
         kinds = _pack_kinds(plan.kinds)
@@ -121,7 +129,7 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
                 VERSION,
                 parts.scheme,
                 _FLAG_KINDS if kinds else 0,
-                CODER_HUFFMAN,
+                coder,
                 format_code(parts.fmt),
                 parts.num_streams,
                 num_own_tables,
@@ -139,7 +147,12 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
         ]
     )
     body = b"".join(
-        [frame, bytes(-len(frame) % 4), parts.words.astype("<u4", copy=False).data, *parts.raw]
+        [
+            frame,
+            bytes(-len(frame) % 4),
+            parts.words.astype(WORDS[coder], copy=False).data,
+            *parts.raw,
+        ]
     )
     return body + _CRC.pack(zlib.crc32(body))
 
@@ -173,7 +186,7 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
         raise PayloadError(
             f"payload must have checksum {crc:#010x}, got {zlib.crc32(body):#010x}; it was damaged"
         )
-    if scheme not in (SCHEME_CO3, SCHEME_NONE) or coder != CODER_HUFFMAN or flags & ~_FLAG_KINDS:
+    if scheme not in (SCHEME_CO3, SCHEME_NONE) or coder >= len(CODERS) or flags & ~_FLAG_KINDS:
         raise PayloadError(
             f"scheme, coder and flags must be known, got {scheme}, {coder} and {flags:#x}"
         )
@@ -181,9 +194,10 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     reader = _Reader(body, _HEADER.size)
     kinds = _read_kinds(reader, layout) if flags & _FLAG_KINDS else (Kind.CODED,) * len(layout)
     _check_kinds(kinds, layout, digest, scheme)
-    if min_numel < 1 or not 1 <= num_streams <= MAX_STREAMS or chunk_symbols < 1:
+    fewest, most = (NUM_STATES, NUM_STATES) if CODERS[coder] is RansTables else (1, MAX_STREAMS)
+    if min_numel < 1 or not fewest <= num_streams <= most or chunk_symbols < 1:
         raise PayloadError(
-            f"min_numel and symbols per chunk must be positive and streams in [1, {MAX_STREAMS}], "
+            f"min_numel and symbols per chunk must be positive and streams in [{fewest}, {most}], "
             f"got {min_numel}, {chunk_symbols} and {num_streams}"
         )
     plan = layout.plan(kinds, min_numel)
@@ -193,12 +207,15 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     if not min(1, plan.num_own) <= num_own_tables <= most:
         raise PayloadError(f"code tables must be 1 to {most}, got {num_own_tables}")
     alphabets = table_alphabets(plan, fmt, num_own_tables)
-    tables = np.frombuffer(reader.take(table_bytes, "code tables"), np.uint8)
-    lengths, own = unpack_tables(tables, alphabets, plan.num_own, num_own_tables)
-    sizes = _read_sizes(reader, -(-plan.num_symbols // chunk_symbols) * num_streams, num_words)
+    packed = np.frombuffer(reader.take(table_bytes, "code tables"), np.uint8)
+    tables, own = _read_tables(coder, packed, alphabets, plan.num_own, num_own_tables)
+    num_chunks = -(-plan.num_symbols // chunk_symbols)
+    stored = num_streams if CODERS[coder] is HuffmanTables else 1
+    sizes = _read_sizes(reader, num_chunks * stored, num_words)
     reader.take(-reader.position % 4, "padding")
     code_at = reader.position
-    reader.take(4 * num_words, "code")
+    word = WORDS[coder]
+    reader.take(word.itemsize * num_words, "code")
     raw = tuple(
         reader.take(layout.numels[i] * layout.dtypes[i].itemsize, f"raw tensor {layout.names[i]!r}")
         for i in plan.raw
@@ -208,11 +225,11 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
             f"raw tensors must take {sum(map(len, raw))} bytes and end the payload at "
             f"{reader.position}, got {raw_bytes} and {len(body)}"
         )
-    words = np.frombuffer(data[code_at : code_at + 4 * num_words + 4], "<u4")
+    words = np.frombuffer(data[code_at : code_at + word.itemsize * (num_words + 1)], word)
     if not words.flags.aligned:
         words = words.copy()
     parts = Parts(
-        fmt, scales, lengths, expand_tables(plan, own, num_own_tables),
+        fmt, scales, tables, expand_tables(plan, own, num_own_tables),
         num_streams, chunk_symbols, sizes, words, raw, scheme,
     )  # fmt: skip
     return parts, plan
@@ -307,6 +324,16 @@ def _check_scales(
         raise PayloadError(
             f"scale must be in [{low[i]:.8g}, 2**120], got {scales[i]!r} in {name!r}"
         )
+
+
+def _read_tables(
+    coder: int, data: NDArray[np.uint8], alphabets: NDArray[np.int64], num_own: int, num_tables: int
+) -> tuple[Tables, NDArray[np.int64]]:
+    if CODERS[coder] is HuffmanTables:
+        return unpack_huffman_tables(data, alphabets, num_own, num_tables)
+    if num_tables != num_own:
+        raise PayloadError(f"code tables must be {num_own}, got {num_tables}")
+    return unpack_rans_tables(data, alphabets), np.arange(num_own)
 
 
 def _read_sizes(reader: _Reader, count: int, num_words: int) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ class TensorStats(NamedTuple):
     alpha, beta, zero_fraction : float
         The fitted law of the compensated tensor.
     code_bits : int
-        Bits that its symbols take.
+        Bits that its symbols take (with rANS, their ideal, rounded).
     entropy_bits : float
         Entropy of its symbols times numel: a bound for any code with one table for the tensor, not
         a rate.
@@ -118,7 +118,7 @@ def update_stats(
     plan: Plan,
     coded: Converted,
     buffers: Converted,
-    tensor_code_bits: NDArray[np.int64],
+    tensor_code_bits: NDArray[np.float64],
     payload_bytes: int,
     code_bytes: int,
     raw_bytes: int,
@@ -141,7 +141,7 @@ def update_stats(
             fits[:, 0].tolist(),
             fits[:, 1].tolist(),
             fits[:, 2].tolist(),
-            tensor_code_bits.tolist(),
+            np.rint(tensor_code_bits).astype(np.int64).tolist(),
             entropies.tolist(),
         )
     )

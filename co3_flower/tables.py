@@ -7,15 +7,17 @@ buffers another. Equal tables are sent once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from co3_flower import kernels
-from co3_flower.bitstream import CHUNK_BITS, NUM_STREAMS, pack_tables
+from co3_flower.bitstream import CHUNK_BITS, NUM_STREAMS, Tables, pack_tables
 from co3_flower.formats import FloatFormat
-from co3_flower.huffman import MAX_LENGTH
+from co3_flower.huffman import HuffmanTables
 from co3_flower.layout import Plan
+from co3_flower.rans import RansTables
 
 LAWS = ("gennorm", "norm", "laplace")
 
@@ -75,33 +77,29 @@ class Converted:
         betas = self.fits[:, 1].copy() if fixed is None else np.full(alphas.size, fixed)
         return alphas, betas, self.fits[:, 2].copy()
 
-    def own_lengths(self, num: int, prior: str) -> NDArray[np.uint8]:
-        """Return code lengths [num, K] of the first tensors, a table each."""
-        counts = self.counts[:num]
-        weights = counts
-        if prior in LAWS and num:
-            weights = np.empty_like(counts)
-            laws = [x[:num] for x in self.law(prior)]
-            positive = self.fmt.values[self.fmt.zero :]
-            kernels.law_weights(*laws, self.scales[:num], positive, counts, weights)
-        lengths = np.zeros(counts.shape, np.uint8)
-        kernels.huffman_tables(weights, MAX_LENGTH, lengths)
-        return lengths
+    def own_weights(self, num: int, prior: str) -> NDArray[np.int64]:
+        """Return weights [num, K] for code tables of the first tensors: counts, or by a law."""
+        counts: NDArray[np.int64] = self.counts[:num]
+        if prior not in LAWS or num == 0:
+            return counts
+        weights = np.empty_like(counts)
+        laws = [x[:num] for x in self.law(prior)]
+        positive = self.fmt.values[self.fmt.zero :]
+        kernels.law_weights(*laws, self.scales[:num], positive, counts, weights)
+        return weights
 
-    def shared_lengths(self, first: int, prior: str) -> NDArray[np.uint8]:
-        """Return code lengths [1, K] of one table for the tensors from `first` on."""
-        counts = self.counts[first:].sum(axis=0)
-        weights = counts
-        if prior in LAWS:
-            weights = np.empty_like(counts)
-            laws = [x[first:] for x in self.law(prior)]
-            positive = self.fmt.values[self.fmt.zero :]
-            kernels.pooled_law_weights(
-                *laws, self.scales[first:], self.sizes[first:], positive, counts, weights
-            )
-        lengths = np.zeros((1, counts.size), np.uint8)
-        kernels.huffman_tables(weights[None], MAX_LENGTH, lengths)
-        return lengths
+    def shared_weights(self, first: int, prior: str) -> NDArray[np.int64]:
+        """Return weights [1, K] for one code table of the tensors from `first` on."""
+        counts: NDArray[np.int64] = self.counts[first:].sum(axis=0)
+        if prior not in LAWS:
+            return counts[None]
+        weights = np.empty_like(counts)
+        laws = [x[first:] for x in self.law(prior)]
+        positive = self.fmt.values[self.fmt.zero :]
+        kernels.pooled_law_weights(
+            *laws, self.scales[first:], self.sizes[first:], positive, counts, weights
+        )
+        return weights[None]
 
 
 @dataclass(frozen=True)
@@ -110,23 +108,25 @@ class CodeTables:
 
     Attributes
     ----------
-    lengths : uint8 [tables, K]
-        The distinct tables of large tensors, that of the small ones, that of the buffers.
+    tables : HuffmanTables or RansTables
+        Those of large tensors, that of the small ones, that of the buffers.
     table_of : int64 [tensors]
         Table of each tensor in coding order.
     num_own : int
         How many of the tables are large tensors'.
-    code_bits : int64 [tensors]
-        Bits that each tensor's symbols take.
+    code_bits : float64 [tensors]
+        Bits that each tensor's symbols take (for rANS their ideal).
     """
 
-    lengths: NDArray[np.uint8]
+    tables: Tables
     table_of: NDArray[np.int64]
     num_own: int
-    code_bits: NDArray[np.int64]
+    code_bits: NDArray[np.float64]
 
 
-def choose_tables(plan: Plan, coded: Converted, buffers: Converted, prior: str) -> list[CodeTables]:
+def choose_tables(
+    plan: Plan, coded: Converted, buffers: Converted, prior: str, coder: str
+) -> list[CodeTables]:
     """Make the code tables by a prior.
 
     For ``auto``, they are of all priors those that may make the smallest payload.
@@ -137,8 +137,8 @@ def choose_tables(plan: Plan, coded: Converted, buffers: Converted, prior: str) 
         Order of coding.
     coded, buffers : Converted
         The two groups of tensors.
-    prior : str
-        One of the priors of `CodecConfig`.
+    prior, coder : str
+        One of the priors and coders of `CodecConfig`.
 
     Returns
     -------
@@ -147,59 +147,48 @@ def choose_tables(plan: Plan, coded: Converted, buffers: Converted, prior: str) 
         decides.
     """
     if prior != "auto":
-        return [_tables(plan, coded, buffers, prior)]
-    choices = [_tables(plan, coded, buffers, each) for each in ("empirical", *LAWS)]
-    sizes = [_size_bits(plan, coded, buffers, tables) for tables in choices]
+        return [_make_tables(plan, coded, buffers, prior, coder)]
+    choices = [_make_tables(plan, coded, buffers, each, coder) for each in ("empirical", *LAWS)]
+    sizes = [_size_bits(plan, tables) for tables in choices]
     padding = 40 * NUM_STREAMS * (1 + min(sizes) // CHUNK_BITS)
     return [
         tables for tables, size in zip(choices, sizes, strict=True) if size <= min(sizes) + padding
     ]
 
 
-def _tables(plan: Plan, coded: Converted, buffers: Converted, prior: str) -> CodeTables:
-    own = coded.own_lengths(plan.num_own, prior)
-    numbers: dict[bytes, int] = {}
-    table_of = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in own], np.int64)
-    distinct = np.frombuffer(b"".join(numbers), np.uint8).reshape(
-        len(numbers), coded.fmt.num_values
+def _make_tables(
+    plan: Plan, coded: Converted, buffers: Converted, prior: str, coder: str
+) -> CodeTables:
+    make: type[HuffmanTables] | type[RansTables] = (
+        HuffmanTables if coder == "huffman" else RansTables
     )
-    groups = [distinct]
+    own, table_of = make.from_weights(coded.own_weights(plan.num_own, prior)).distinct()
+    groups: list[Any] = [own]
     if plan.has_pool:
-        groups.append(coded.shared_lengths(plan.num_own, prior))
+        groups.append(make.from_weights(coded.shared_weights(plan.num_own, prior)))
     if plan.has_buffers:
-        groups.append(buffers.shared_lengths(0, prior))
-    width = max(group.shape[1] for group in groups)
-    lengths = np.concatenate(
-        [np.pad(group, ((0, 0), (0, width - group.shape[1]))) for group in groups]
-    )
-    pool, last = len(numbers), len(numbers) + int(plan.has_pool)
-    table_of = np.concatenate(
-        [
-            table_of,
-            np.full(plan.num_pooled, pool, np.int64),
-            np.full(plan.num_buffers, last, np.int64),
-        ]
-    )
-    bits = [_code_bits(coded, lengths, table_of[: plan.num_coded])]
-    bits.append(_code_bits(buffers, lengths, table_of[plan.num_coded :]))
-    return CodeTables(lengths, table_of, len(numbers), np.concatenate(bits))
+        groups.append(make.from_weights(buffers.shared_weights(0, prior)))
+    tables: Tables = make.joined(groups)
+    num_own = own.alphabets.size
+    of_pool = np.full(plan.num_pooled, num_own, np.int64)
+    of_buffers = np.full(plan.num_buffers, num_own + int(plan.has_pool), np.int64)
+    table_of = np.concatenate([table_of, of_pool, of_buffers])
+    bits = [
+        _code_bits(coded, tables, table_of[: plan.num_coded]),
+        _code_bits(buffers, tables, table_of[plan.num_coded :]),
+    ]
+    return CodeTables(tables, table_of, num_own, np.concatenate(bits))
 
 
 def _code_bits(
-    group: Converted, lengths: NDArray[np.uint8], table_of: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    bits = np.zeros(table_of.size, np.int64)
+    group: Converted, tables: Tables, table_of: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    bits = np.zeros(table_of.size, np.float64)
     filled = group.sizes > 0
-    rows = lengths[table_of[filled]][:, : group.fmt.num_values]
-    of_filled = np.zeros(rows.shape[0], np.int64)
-    kernels.table_bits(group.counts[filled], rows, of_filled)
-    bits[filled] = of_filled
+    bits[filled] = tables.code_bits(group.counts[filled], table_of[filled])
     return bits
 
 
-def _size_bits(plan: Plan, coded: Converted, buffers: Converted, tables: CodeTables) -> int:
-    num_coded = tables.num_own + int(plan.has_pool)
-    alphabets = np.full(tables.lengths.shape[0], buffers.fmt.num_values, np.int64)
-    alphabets[:num_coded] = coded.fmt.num_values
-    packed = pack_tables(tables.lengths, alphabets, tables.table_of[: plan.num_own], tables.num_own)
+def _size_bits(plan: Plan, tables: CodeTables) -> int:
+    packed = pack_tables(tables.tables, tables.table_of[: plan.num_own], tables.num_own)
     return int(tables.code_bits.sum()) + 8 * len(packed)

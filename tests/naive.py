@@ -317,3 +317,32 @@ def canonical_codes(lengths: Sequence[int]) -> list[str]:
         codes[symbol] = format(code, f"0{length}b")
         code, previous = code + 1, length
     return codes
+
+
+def rans_weights(exponents: list[int], mantissas: list[int]) -> list[int]:
+    """Weights that a rANS table's exponents and mantissas stand for; 0 where the exponent is -1."""
+    return [0 if e < 0 else (16 + m) * 2**e for e, m in zip(exponents, mantissas, strict=True)]
+
+
+def rans_frequencies(weights: list[int], bits: int) -> list[int]:
+    """Frequencies that sum to 2**bits: rounded shares, at least 1, the rest with the largest."""
+    total = sum(weights)
+    freqs = [max(1, (w * 2**bits + total // 2) // total) if w else 0 for w in weights]
+    while (rest := 2**bits - sum(freqs)) != 0:
+        top = freqs.index(max(freqs))
+        freqs[top] += rest if rest > 0 else -min(-rest, max(1, freqs[top] // 2))
+    return freqs
+
+
+def rans_encode(symbols: list[int], freqs: list[int], bits: int) -> list[int]:
+    """Encode one chunk with four states in exact integers; returns its 16-bit words."""
+    starts = [sum(freqs[:k]) for k in range(len(freqs))]
+    states, written = [2**15] * 4, []
+    for i in reversed(range(len(symbols))):
+        x, f = states[i % 4], freqs[symbols[i]]
+        if x >= f * 2 ** (31 - bits):
+            written.append(x % 2**16)
+            x //= 2**16
+        states[i % 4] = (x // f) * 2**bits + x % f + starts[symbols[i]]
+    head = [half for x in states for half in (x % 2**16, x // 2**16)]
+    return head + written[::-1]

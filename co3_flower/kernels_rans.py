@@ -1,0 +1,453 @@
+"""Numba loops of the rANS coder: no policy, no validation, no exceptions (see `kernels`).
+
+Range asymmetric numeral systems with static frequencies that sum to 2**14. A chunk is one stream of
+16-bit words: four states of 32 bits, then what the decoder reads as it goes. Symbol i of a chunk
+belongs to state i mod 4, whatever tensor it is of, so that four states live side by side and are
+flushed once per chunk. A state x stays in [2**15, 2**31):
+
+    encode: write x mod 2**16 and drop it where x >= f * 2**17; x <- (x // f) * 2**14 + x % f + cum
+    decode: slot = x mod 2**14 names the symbol; x <- f * (x // 2**14) + slot - cum;
+            read a word where x < 2**15
+
+Integers only on both ends. The decoder ends with every state at 2**15 on its last word, or the
+stream was not sound.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import int64 as i64
+from numpy import uint8 as u8
+
+from co3_flower.kernels import (
+    _njit,
+    code_bit,
+    code_number,
+    read_bit,
+    read_number,
+    tensor_at,
+    used_context,
+)
+
+FREQUENCY_BITS = 14
+TOTAL = 1 << FREQUENCY_BITS
+SLOT = TOTAL - 1
+LOW = 1 << 15  # a state is never below; where both ends start and finish
+NUM_STATES = 4
+STATE_WORDS = 2 * NUM_STATES  # 16-bit words at the head of a chunk
+
+MANTISSA_BITS = 4  # of the weights that are sent; their exponents take the place of code lengths
+TOP_EXPONENT = 20  # of the largest weight of a table
+MAX_STEPS = 2 * TOP_EXPONENT
+SPLIT_BITS = 14.0  # about what a second weight takes
+NUM_CONTEXTS = 1024 + (1 << MANTISSA_BITS)
+
+
+@_njit
+def coarse_weights(counts, exponents, mantissas):
+    """Round counts [K] to weights (16 + mantissa) << exponent, the largest at TOP_EXPONENT.
+
+    Opposite symbols share their mean where telling them apart would not save SPLIT_BITS of code.
+    Symbols that do not occur get exponent -1.
+    """
+    zero = counts.size // 2
+    largest = 1.0
+    for k in range(counts.size):
+        largest = max(largest, float(counts[k]))
+    for j in range(zero + 1):
+        a, b = float(counts[zero + j]), float(counts[zero - j])
+        if a > 0.0 and b > 0.0:
+            mean = 0.5 * (a + b)
+            if a * math.log2(a / mean) + b * math.log2(b / mean) < SPLIT_BITS:
+                a = b = mean
+        for k, weight in ((zero + j, a), (zero - j, b)):
+            exponent, mantissa = -1, 0
+            if weight > 0.0:
+                scaled = weight / largest * (1 << TOP_EXPONENT) * 31.0
+                exponent = 0
+                while exponent < TOP_EXPONENT and scaled >= 31.5 * (1 << exponent):
+                    exponent += 1
+                mantissa = min(15, max(0, int(scaled / (1 << exponent) + 0.5) - 16))
+            exponents[k] = exponent
+            mantissas[k] = mantissa
+
+
+@_njit
+def frequencies(exponents, mantissas, out):
+    """Frequencies [K] that sum to 2**14 from sent weights, in integers: the same on both ends.
+
+    Each used symbol gets at least 1; what rounding leaves over or takes too much is settled with
+    the most frequent symbols, in turn.
+    """
+    total = i64(0)
+    for k in range(out.size):
+        if exponents[k] >= 0:
+            total += (i64(16) + mantissas[k]) << i64(exponents[k])
+    rest = i64(TOTAL)
+    for k in range(out.size):
+        out[k] = 0
+        if exponents[k] >= 0:
+            weight = (i64(16) + mantissas[k]) << i64(exponents[k])
+            f = max(i64(1), (weight * TOTAL + total // 2) // total)
+            out[k] = f
+            rest -= f
+    while rest != 0:
+        top = 0
+        for k in range(out.size):
+            if out[k] > out[top]:
+                top = k
+        f = i64(out[top])
+        share = rest if rest > 0 else -min(-rest, max(i64(1), f // 2))
+        out[top] = f + share
+        rest -= share
+
+
+@_njit
+def table_frequencies(exponents, mantissas, out):
+    """`frequencies` for each table [T, K]."""
+    for t in range(out.shape[0]):
+        frequencies(exponents[t], mantissas[t], out[t])
+
+
+@_njit
+def tensor_bits(counts, freqs, table_of, bits):
+    """Ideal code bits float64 [tensors] of symbols counted in [tensors, K]."""
+    for t in range(counts.shape[0]):
+        total = 0.0
+        for k in range(counts.shape[1]):
+            if counts[t, k] > 0:
+                f = float(freqs[table_of[t], k])
+                total += counts[t, k] * (FREQUENCY_BITS - np.log2(f))
+        bits[t] = total
+
+
+# --- tables on the wire ---------------------------------------------------------------------------
+
+
+@_njit
+def exponent_context(j, step):
+    """Context of one more step in the difference of exponents, by magnitude position."""
+    return 64 + min(j, 7) * (MAX_STEPS + 1) + step
+
+
+@_njit
+def split_context(j):
+    """Context of "the opposite symbol has a weight of its own"."""
+    return 64 + 8 * (MAX_STEPS + 1) + min(j, 7)
+
+
+@_njit
+def encode_weight(exponent, mantissa, before, j, odds, state, data):
+    """Code one weight: the difference of its exponent to the last one, and its mantissa."""
+    difference = exponent - before
+    steps = 2 * difference if difference >= 0 else -2 * difference - 1
+    for step in range(steps):
+        code_bit(1, odds, exponent_context(j, step), state, data)
+    if steps < MAX_STEPS:
+        code_bit(0, odds, exponent_context(j, steps), state, data)
+    code_number(mantissa, MANTISSA_BITS, odds, state, data)
+
+
+@_njit
+def decode_weight(before, j, odds, state, data):
+    """Read one weight; its exponent may come out of range."""
+    steps = i64(0)
+    while steps < MAX_STEPS and read_bit(odds, exponent_context(j, steps), state, data):
+        steps += 1
+    exponent = before + (steps // 2 if steps % 2 == 0 else -(steps + 1) // 2)
+    return exponent, read_number(MANTISSA_BITS, odds, state, data)
+
+
+@_njit
+def encode_weights(exponents, mantissas, sizes, data):
+    """Code the weights of all tables [T, K] into uint8 data; returns the bytes.
+
+    Magnitudes go in ascending order: whether each of the two symbols occurs, whether their weights
+    differ, and the weight or weights.
+    """
+    odds = np.full(NUM_CONTEXTS, 32768, np.int64)
+    state = np.array([0, 0xFFFFFFFF, 0], np.int64)
+    for t in range(exponents.shape[0]):
+        zero = sizes[t] // 2
+        before, neighbour = i64(TOP_EXPONENT), 1
+        for j in range(zero + 1):
+            e, m = i64(exponents[t, zero + j]), i64(mantissas[t, zero + j])
+            e_minus, m_minus = i64(exponents[t, zero - j]), i64(mantissas[t, zero - j])
+            plus, minus = 1 if e >= 0 else 0, 1 if e_minus >= 0 else 0
+            split = 1 if e != e_minus or m != m_minus else 0
+            code_bit(plus, odds, used_context(0, j, neighbour, 0), state, data)
+            if j > 0:
+                code_bit(minus, odds, used_context(1, j, neighbour, plus), state, data)
+                if plus & minus:
+                    code_bit(split, odds, split_context(j), state, data)
+            if plus:
+                encode_weight(e, m, before, j, odds, state, data)
+                before = e
+            if minus and (split or not plus):
+                encode_weight(e_minus, m_minus, before, j, odds, state, data)
+                before = e_minus
+            neighbour = plus | minus
+    data[state[2]] = (state[0] >> 24) + 1 if state[0] > 0 else 0
+    return state[2] + 1
+
+
+@_njit
+def decode_weights(data, sizes, exponents, mantissas):
+    """Read what `encode_weights` wrote; returns -1, or a table without symbols or out of range."""
+    odds = np.full(NUM_CONTEXTS, 32768, np.int64)
+    state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
+    for b in range(4):
+        state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    for t in range(exponents.shape[0]):
+        zero = sizes[t] // 2
+        before, neighbour, used = i64(TOP_EXPONENT), 1, 0
+        exponents[t, :] = -1
+        for j in range(zero + 1):
+            plus = read_bit(odds, used_context(0, j, neighbour, 0), state, data)
+            minus, split = 0, 0
+            if j > 0:
+                minus = read_bit(odds, used_context(1, j, neighbour, plus), state, data)
+                if plus & minus:
+                    split = read_bit(odds, split_context(j), state, data)
+            m = i64(0)
+            if plus:
+                before, m = decode_weight(before, j, odds, state, data)
+                if before < 0 or before > TOP_EXPONENT:
+                    return t
+                exponents[t, zero + j], mantissas[t, zero + j] = before, m
+            if minus:
+                if split or not plus:
+                    before, m = decode_weight(before, j, odds, state, data)
+                    if before < 0 or before > TOP_EXPONENT:
+                        return t
+                exponents[t, zero - j], mantissas[t, zero - j] = before, m
+            neighbour = plus | minus
+            used += neighbour
+        if used == 0:
+            return t
+    return -1
+
+
+# --- symbols --------------------------------------------------------------------------------------
+
+
+@_njit
+def encoder_steps(freqs, reciprocals, shifts, starts):
+    """Per table and symbol [T, K]: what encoding needs beside the frequency.
+
+    x // f is (x * reciprocal) >> shift for all x below 2**31, with reciprocal =
+    ceil(2**shift / f) and shift = 31 + ceil(log2 f).
+    """
+    for t in range(freqs.shape[0]):
+        start = i64(0)
+        for k in range(freqs.shape[1]):
+            f = i64(freqs[t, k])
+            starts[t, k] = start
+            start += f
+            if f > 0:
+                shift = 31
+                while (i64(1) << (shift - 31)) < f:
+                    shift += 1
+                shifts[t, k] = shift
+                reciprocals[t, k] = ((i64(1) << shift) + f - 1) // f
+
+
+@_njit
+def push(x, symbol, freqs, reciprocals, shifts, starts, words, w):
+    """Encode one symbol into state x, writing a word downwards first where it is too large."""
+    f = i64(freqs[symbol])
+    words[w - 1] = np.uint16(x & 0xFFFF)
+    full = 1 if x >= f << 17 else 0
+    w -= full
+    x >>= 16 * full
+    q = (x * reciprocals[symbol]) >> i64(shifts[symbol])
+    return x + q * (TOTAL - f) + i64(starts[symbol]), w
+
+
+@_njit
+def encode_chunk(begin, end, symbols, offsets, table_of, freqs, reciprocals, shifts, starts, words):
+    """Code symbols[begin:end] into the upper end of uint16 words; returns where the stream begins.
+
+    Symbols go in from the last to the first, so that they come out in order.
+    """
+    x0 = x1 = x2 = x3 = i64(LOW)
+    w = i64(words.size)
+    t = tensor_at(offsets, end - 1)
+    stop = end
+    while stop > begin:
+        start = max(begin, offsets[t])
+        table = table_of[t]
+        f, r, s, c = freqs[table], reciprocals[table], shifts[table], starts[table]
+        i = stop - 1
+        while i >= start and (i - begin) & 3 != 3:
+            lane = (i - begin) & 3
+            if lane == 0:
+                x0, w = push(x0, symbols[i], f, r, s, c, words, w)
+            elif lane == 1:
+                x1, w = push(x1, symbols[i], f, r, s, c, words, w)
+            else:
+                x2, w = push(x2, symbols[i], f, r, s, c, words, w)
+            i -= 1
+        while i - 3 >= start:
+            x3, w = push(x3, symbols[i], f, r, s, c, words, w)
+            x2, w = push(x2, symbols[i - 1], f, r, s, c, words, w)
+            x1, w = push(x1, symbols[i - 2], f, r, s, c, words, w)
+            x0, w = push(x0, symbols[i - 3], f, r, s, c, words, w)
+            i -= 4
+        while i >= start:
+            lane = (i - begin) & 3
+            if lane == 1:
+                x1, w = push(x1, symbols[i], f, r, s, c, words, w)
+            elif lane == 2:
+                x2, w = push(x2, symbols[i], f, r, s, c, words, w)
+            else:
+                x3, w = push(x3, symbols[i], f, r, s, c, words, w)
+            i -= 1
+        stop = start
+        t -= 1
+    for x in (x3, x2, x1, x0):
+        words[w - 1] = np.uint16(x >> 16)
+        words[w - 2] = np.uint16(x & 0xFFFF)
+        w -= 2
+    return w
+
+
+@_njit
+def encode_chunks(
+    first,
+    last,
+    chunk_symbols,
+    symbols,
+    offsets,
+    table_of,
+    freqs,
+    reciprocals,
+    shifts,
+    starts,
+    scratch,
+    words,
+    sizes,
+):
+    """Code chunks first..last-1 one after another into uint16 words; returns how many words."""
+    used = i64(0)
+    for c in range(first, last):
+        begin = c * chunk_symbols
+        end = min(symbols.size, begin + chunk_symbols)
+        w = encode_chunk(
+            begin, end, symbols, offsets, table_of, freqs, reciprocals, shifts, starts, scratch
+        )
+        n = scratch.size - w
+        words[used : used + n] = scratch[w:]
+        sizes[c] = n
+        used += n
+    return used
+
+
+@_njit
+def decoder_slots(freqs, symbol_of, steps):
+    """Per table: uint8 symbol of each slot [T, 2**14], and frequency | start << 16 [T, K]."""
+    for t in range(freqs.shape[0]):
+        start = i64(0)
+        for k in range(freqs.shape[1]):
+            f = i64(freqs[t, k])
+            steps[t, k] = f | (start << 16)
+            symbol_of[t, start : start + f] = u8(k)
+            start += f
+
+
+@_njit
+def pull(x, symbol_of, steps):
+    """Decode one symbol from state x; the state is not refilled."""
+    slot = x & SLOT
+    symbol = symbol_of[slot]
+    step = i64(steps[symbol])
+    return (step & 0xFFFF) * (x >> FREQUENCY_BITS) + slot - (step >> 16), symbol
+
+
+@_njit
+def refill(x, words, w):
+    """Read a word into a state that has become too small."""
+    low = 1 if x < LOW else 0
+    return ((x << 16) | i64(words[w])) if low else x, w + low
+
+
+@_njit
+def decode_chunk(begin, end, words, w, last, offsets, table_of, symbol_of, steps, out):
+    """Decode out[begin:end] from words[w:last]; tells whether the stream was sound.
+
+    Words behind the last one read as 0; one word behind it must exist.
+    """
+    if last - w < STATE_WORDS:
+        return False
+    x0 = i64(words[w]) | (i64(words[w + 1]) << 16)
+    x1 = i64(words[w + 2]) | (i64(words[w + 3]) << 16)
+    x2 = i64(words[w + 4]) | (i64(words[w + 5]) << 16)
+    x3 = i64(words[w + 6]) | (i64(words[w + 7]) << 16)
+    w += STATE_WORDS
+    if max(max(x0, x1), max(x2, x3)) >= LOW << 16 or min(min(x0, x1), min(x2, x3)) < LOW:
+        return False
+    t = tensor_at(offsets, begin)
+    i = begin
+    while i < end:
+        stop = min(end, offsets[t + 1])
+        table = table_of[t]
+        of, st = symbol_of[table], steps[table]
+        while i < stop:
+            while (i - begin) & 3 == 0 and i + 4 <= stop and w + 4 <= last:
+                x0, s0 = pull(x0, of, st)
+                x1, s1 = pull(x1, of, st)
+                x2, s2 = pull(x2, of, st)
+                x3, s3 = pull(x3, of, st)
+                out[i], out[i + 1], out[i + 2], out[i + 3] = s0, s1, s2, s3
+                x0, w = refill(x0, words, w)
+                x1, w = refill(x1, words, w)
+                x2, w = refill(x2, words, w)
+                x3, w = refill(x3, words, w)
+                i += 4
+            if i >= stop:
+                break
+            lane = (i - begin) & 3
+            x = x0 if lane == 0 else x1 if lane == 1 else x2 if lane == 2 else x3
+            x, symbol = pull(x, of, st)
+            out[i] = symbol
+            if x < LOW:
+                if w >= last:
+                    return False
+                x, w = refill(x, words, w)
+            if lane == 0:
+                x0 = x
+            elif lane == 1:
+                x1 = x
+            elif lane == 2:
+                x2 = x
+            else:
+                x3 = x
+            i += 1
+        t += 1
+    return w == last and x0 == LOW and x1 == LOW and x2 == LOW and x3 == LOW
+
+
+@_njit
+def decode_chunks(
+    first, last, chunk_symbols, words, starts, offsets, table_of, symbol_of, steps, out
+):
+    """Decode chunks first..last-1; returns the first that is not sound, or -1."""
+    for c in range(first, last):
+        begin = c * chunk_symbols
+        end = min(out.size, begin + chunk_symbols)
+        if not decode_chunk(
+            begin,
+            end,
+            words,
+            starts[c],
+            starts[c + 1],
+            offsets,
+            table_of,
+            symbol_of,
+            steps,
+            out,
+        ):
+            return c
+    return -1

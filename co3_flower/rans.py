@@ -1,0 +1,83 @@
+"""Range asymmetric numeral systems (the *compress* stage): counts or a pmf in, frequencies out.
+
+A Huffman code spends at least one bit on every symbol; rANS spends -log2 of the symbol's frequency,
+which may be a hundredth of a bit. Frequencies sum to 2**14. What is sent of a table is a weight of
+5 significant bits per magnitude, from which both ends derive the same frequencies in integers; that
+costs 0.1 % of the code at 1 bit per symbol and above, and about 1 % at 0.006.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co3_flower import kernels_rans
+from co3_flower.huffman import pad_columns
+
+
+@dataclass(frozen=True)
+class RansTables:
+    """The frequency tables of an update.
+
+    Attributes
+    ----------
+    exponents, mantissas : int8 [tables, K]
+        Weights (16 + mantissa) << exponent, as sent; exponent -1 for unused symbols.
+    frequencies : uint32 [tables, K]
+        Each row sums to 2**14.
+    alphabets : int64 [tables]
+        Size of each table's alphabet.
+    """
+
+    exponents: NDArray[np.int8]
+    mantissas: NDArray[np.int8]
+    frequencies: NDArray[np.uint32]
+    alphabets: NDArray[np.int64]
+
+    @classmethod
+    def from_weights(cls, weights: NDArray[np.int64]) -> RansTables:
+        """Return tables for weights [tables, K]: counts, or scaled probabilities."""
+        exponents = np.full(weights.shape, -1, np.int8)
+        mantissas = np.zeros(weights.shape, np.int8)
+        for row, exponent, mantissa in zip(weights, exponents, mantissas, strict=True):
+            kernels_rans.coarse_weights(row, exponent, mantissa)
+        return cls.from_sent(
+            exponents, mantissas, np.full(weights.shape[0], weights.shape[1], np.int64)
+        )
+
+    @classmethod
+    def from_sent(
+        cls,
+        exponents: NDArray[np.int8],
+        mantissas: NDArray[np.int8],
+        alphabets: NDArray[np.int64],
+    ) -> RansTables:
+        """Return the tables that sent weights stand for; each row must use a symbol."""
+        frequencies = np.zeros(exponents.shape, np.uint32)
+        kernels_rans.table_frequencies(exponents, mantissas, frequencies)
+        return cls(exponents, mantissas, frequencies, alphabets)
+
+    @classmethod
+    def joined(cls, groups: Sequence[RansTables]) -> RansTables:
+        """Return all tables of several groups, whose alphabets may differ."""
+        return cls(
+            pad_columns([group.exponents for group in groups], fill=-1),
+            pad_columns([group.mantissas for group in groups]),
+            pad_columns([group.frequencies for group in groups]),
+            np.concatenate([group.alphabets for group in groups]),
+        )
+
+    def distinct(self) -> tuple[RansTables, NDArray[np.int64]]:
+        """Return the tables and their numbers; they hardly ever repeat, so each is kept."""
+        return self, np.arange(self.alphabets.size)
+
+    def code_bits(
+        self, counts: NDArray[np.int64], table_of: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return the ideal bits [tensors] of symbols counted in [tensors, K], states apart."""
+        bits = np.zeros(table_of.size, np.float64)
+        kernels_rans.tensor_bits(counts, self.frequencies, table_of, bits)
+        return bits
