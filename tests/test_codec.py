@@ -829,6 +829,16 @@ def test_stats_of_the_tensors_add_up(small_update: Arrays) -> None:
     assert 0 <= stats.code_bits - sum(row.code_bits for row in stats.tensors) <= 256
 
 
+def test_stats_charge_no_code_bits_to_tensors_of_a_single_symbol() -> None:
+    update = {
+        "zeros": np.zeros(2_000, np.float32),
+        "constant": np.full(2_000, 0.25, np.float32),
+        "other": np.arange(2_000, dtype=np.float32),
+    }
+    rows = encode_update(update, None, CodecConfig(scale="absmax")).stats.tensors
+    assert [row.code_bits > 0 for row in rows] == [False, False, True]
+
+
 def test_stats_report_the_fit_of_each_tensor(rng: np.random.Generator) -> None:
     update = {"w": draw_gennorm(rng, 50_000, beta=0.8, alpha=0.01, zero_fraction=0.25)}
     (row,) = encode_update(update, None, CodecConfig()).stats.tensors

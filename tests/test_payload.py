@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -12,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from co3_flower import kernels
 from co3_flower.codec import accumulate_update, decode_update, encode_raw_update, encode_update
 from co3_flower.config import CodecConfig
 from co3_flower.errors import Co3Error, PayloadError
-from conftest import draw_gennorm
+from conftest import REPOSITORY, draw_gennorm
 
 VERSION_AT = 4  # after the magic
 CRC_BYTES = 4
@@ -251,6 +256,43 @@ def test_hostile_header_does_not_make_the_decoder_allocate_much(payload: bytes) 
     assert peak < 2_000_000
 
 
+def decode_changed_code_of(update: Arrays, config: CodecConfig, num_changes: int) -> None:
+    """Decode payloads whose tail, a quarter at most and all of it code, is overwritten."""
+    rng = np.random.default_rng(7)
+    body = encode_update(update, None, config).payload[:-CRC_BYTES]
+    decode_update(reseal(body), update)
+    for _ in range(num_changes):
+        size = rng.integers(1, len(body) // 4)
+        # Ones are the longest codes: the stream ends long before its symbols do.
+        for tail in (b"\xff" * size, rng.bytes(size)):
+            with contextlib.suppress(PayloadError):
+                decode_update(reseal(body[:-size] + tail), update)
+
+
+def test_hostile_code_is_never_read_beyond_its_end() -> None:
+    # Kernels that are not compiled check every index: a look too far raises IndexError. At one
+    # bit a symbol most look-ups are the fast ones, of six symbols.
+    program = (
+        "import sys, numba, numpy as np\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from test_payload import CodecConfig, decode_changed_code_of\n"
+        "assert numba.config.DISABLE_JIT\n"
+        "np.seterr(all='ignore')\n"
+        "v = np.random.default_rng(3).standard_normal(700).astype(np.float32)\n"
+        "config = CodecConfig(scale='std', scale_multiplier=0.2, min_numel=100)\n"
+        "decode_changed_code_of({'w': v}, config, 10)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_hostile_scales_are_refused_by_name() -> None:
     sound = make_payload("e2m1")
     scale = encode_update(UPDATE, None, CONFIGS["e2m1"]).stats.tensors[0].scale
@@ -268,6 +310,50 @@ def test_scale_at_either_limit_is_accepted(scale: float) -> None:
     at = sound.index(struct.pack("<f", old))
     body = sound[:at] + struct.pack("<f", scale) + sound[at + 4 : -CRC_BYTES]
     assert decodes_soundly_or_not_at_all(reseal(body))
+
+
+# Code tables that are no code
+
+
+def unsound_table_found(lengths: list[int]) -> int:
+    """Send the code lengths of one table, whatever they are, and read them; -1 if sound."""
+    sizes, none = np.array([len(lengths)], np.int64), np.zeros(0, np.int64)
+    data = np.zeros(1_000, np.uint8)
+    used = kernels.encode_tables(np.array([lengths], np.uint8), sizes, none, 1, data)
+    read = np.zeros((1, len(lengths)), np.uint8)
+    found = int(kernels.decode_tables(data[:used], sizes, 1, read, none))
+    assert found >= 0 or read[0].tolist() == lengths
+    return found
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0, 2, 1, 2, 0],
+        [3, 3, 1, 3, 3],
+        [1, 0, 0, 0, 1],
+        [0, 0, 1, 0, 0],  # a lone symbol, which takes no bits
+        [12, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1],  # the longest codes
+    ],
+)
+def test_code_table_comes_back_as_it_was_sent(lengths: list[int]) -> None:
+    assert unsound_table_found(lengths) == -1
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0, 0, 0, 0, 0],  # no code at all
+        [0, 2, 0, 2, 0],  # incomplete: Kraft sum 1/2
+        [0, 2, 1, 3, 0],  # 7/8
+        [1, 1, 1, 0, 0],  # too full: 3/2
+        [0, 0, 2, 0, 0],  # a lone symbol of another length than 1
+        [13, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0],  # longer than the decoder's window
+        [13, 13, 1, 1, 0],
+    ],
+)
+def test_code_table_that_is_no_complete_code_is_refused(lengths: list[int]) -> None:
+    assert unsound_table_found(lengths) == 0
 
 
 # What a decoder must hold
