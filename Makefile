@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.co3-flower-installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format clean
+.PHONY: help setup run test lint format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sort | awk -F ': .*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ lint: $(STAMP)  ## ruff (lint and format) and mypy
 format: $(STAMP)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## every benchmark (minutes); options: make bench ARGS="--only roundtrip fit"
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove the .venv and every cache (runs/ stays)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,282 @@
+"""The commands that a checkout adds to `co3`: `co3 run`."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from co3_flower import Co3Error, ConfigError
+from sim.engine import Engine
+from sim.outputs import Row, check_is_unused, default_run_dir, format_table
+from sim.settings import DATASETS, Settings, expand_path, parse_overrides, read_config_file
+
+DEFAULT_NUM_CLIENTS = 4
+POLL_SECONDS = 0.2
+LINGER_SECONDS = 10.0  # for a run that is done to end by itself
+NEEDED = ("torch", "torchvision", "ray", "flwr_datasets", "sklearn", "tensorboard")
+ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b: ")
+PATH_KEYS = ("run_dir", "memory_dir", "data_dir")
+
+
+class RunFailed(Co3Error, RuntimeError):
+    """A run ended without a result; the message is the reason."""
+
+
+class Interrupted(Co3Error):
+    """Ctrl-C, SIGTERM or SIGHUP ended the run; everything it started is ended too."""
+
+    exit_code = 130  # 128 + SIGINT, as a shell reports it
+
+
+def register(app: typer.Typer, root: Path) -> None:
+    """Add the commands of a checkout.
+
+    Parameters
+    ----------
+    app : typer.Typer
+        The command line they are added to.
+    root : Path
+        The checkout.
+    """
+
+    @app.command("run")
+    def run(
+        config: Annotated[
+            Path | None,
+            typer.Argument(
+                metavar="[CONFIG.toml]", help="Run-config of an experiment, as in configs/."
+            ),
+        ] = None,
+        override: Annotated[
+            list[str] | None,
+            typer.Option(
+                "-c",
+                "--run-config",
+                metavar='"KEY=VALUE ..."',
+                help="Settings that override CONFIG.toml; strings are quoted: -c \"format='e5m2'\"."
+                " May be repeated.",
+            ),
+        ] = None,
+        num_clients: Annotated[
+            int | None,
+            typer.Option(
+                "--num-clients",
+                min=1,
+                help=f"Clients to simulate (default: num-clients, else {DEFAULT_NUM_CLIENTS}).",
+            ),
+        ] = None,
+    ) -> None:
+        """Train a network federatedly on Flower's simulation engine, and count the bits.
+
+        Every key of [tool.flwr.app.config] in pyproject.toml is a setting; they are listed and
+        explained there. Shows accuracy, R and bits per parameter while it runs, ends with a table,
+        and leaves config.json, rounds.jsonl, summary.json, model.npz, TensorBoard events and
+        flower.log in run-dir (default: runs/<time>-<id>).
+
+        The exit code is 0 for a completed run, 1 for one that failed, 2 for a wrong setting, 130
+        after Ctrl-C.
+        """
+        settings = resolve_settings(config, override or [], num_clients, Path.cwd())
+        summary = run_experiment(root, settings, Console())
+        typer.echo(f"run-dir  {summary['run_dir']}\n{format_table(summary)}")
+
+
+def resolve_settings(
+    config: Path | None, overrides: list[str], num_clients: int | None, folder: Path
+) -> Settings:
+    """Merge CONFIG.toml, the overrides and the options, check them, and make paths absolute.
+
+    Parameters
+    ----------
+    config : Path or None
+        TOML file of run-config keys.
+    overrides : list of str
+        ``key=value`` texts; they win over the file.
+    num_clients : int or None
+        Wins over both.
+    folder : Path
+        What relative paths refer to.
+
+    Raises
+    ------
+    ConfigError
+        A wrong key or value, or a run-dir that holds a run already.
+    """
+    values = read_config_file(config) if config else {}
+    values.update(parse_overrides(overrides))
+    if num_clients is not None:
+        values["num-clients"] = num_clients
+    settings = Settings.from_run_config(values)
+    paths = {name: _absolute(getattr(settings, name), name, folder) for name in PATH_KEYS}
+    if settings.dataset not in DATASETS:
+        paths["dataset"] = _absolute(settings.dataset, "dataset", folder)
+    paths["run_dir"] = paths["run_dir"] or str(default_run_dir(folder))
+    check_is_unused(Path(paths["run_dir"]))
+    if settings.compressor != "none" and not settings.memory_dir:
+        # U residuals need not sit in the driver's memory.
+        paths["memory_dir"] = str(Path(paths["run_dir"]) / "memory")
+    clients = settings.num_clients or DEFAULT_NUM_CLIENTS
+    return Settings(**{**settings.__dict__, **paths, "num_clients": clients})
+
+
+def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
+    """Run one experiment on an engine of its own and return its summary.
+
+    Parameters
+    ----------
+    root : Path
+        The checkout.
+    settings : Settings
+        With absolute paths and a number of clients, as `resolve_settings` gives them.
+    console : rich.console.Console
+        Where the progress bar goes.
+
+    Raises
+    ------
+    ConfigError
+        The packages of the extra ``sim`` are not installed.
+    RunFailed
+        The run ended without a result.
+    Interrupted
+        It was asked to end.
+    """
+    _check_packages()
+    folder = Path(settings.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "flower.log"
+    num_cpus = os.cpu_count() or 1
+    num_processes = min(num_cpus, settings.num_clients)
+    try:
+        with _signals_as_interrupt(), Engine(root, log) as engine:
+            engine.submit(
+                settings.as_run_config(),
+                num_clients=settings.num_clients,
+                num_cpus=num_processes,
+                gpu_share=_gpu_share(settings.device, num_processes),
+            )
+            _follow(engine, folder, settings.num_server_rounds, console)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; what there is lies in {folder}") from None
+    summary = _read_summary(folder)
+    if summary is None:
+        summary = {"status": "failed", "error": last_error(log.read_text(errors="replace"))}
+    if summary["status"] != "completed":
+        raise RunFailed(f"the run failed: {summary['error']} (all of Flower's log: {log})")
+    return summary
+
+
+def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Console) -> None:
+    """Show the rounds as they come, until the run has ended."""
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=5) as progress:
+        task = progress.add_task("rounds", total=num_server_rounds, state="starting Flower")
+        accuracy = None
+        while True:
+            is_running = engine.is_running()  # before the look, so that nothing is missed
+            rows = _read_rows(folder)
+            evaluated = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+            accuracy = evaluated[-1] if evaluated else None
+            if rows:
+                last = rows[-1]
+                state = _state(accuracy, last)
+                progress.update(task, completed=last["server_round"], state=state)
+            if _read_summary(folder) is not None:
+                engine.wait(LINGER_SECONDS)
+                return
+            if not is_running:
+                return
+            time.sleep(POLL_SECONDS)
+
+
+def _state(accuracy: float | None, row: Row) -> str:
+    parts = ["accuracy  -   " if accuracy is None else f"accuracy {accuracy:6.2%}"]
+    parts.append(f"R {row['R'] / 8e6:.3f} MB")
+    if row["bits_per_parameter"] is not None:
+        parts.append(f"{row['bits_per_parameter']:.3f} bits/parameter")
+    return "  ".join(parts)
+
+
+def _read_rows(folder: Path) -> list[Row]:
+    try:
+        text = (folder / "rounds.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    complete = text[: text.rfind("\n") + 1]  # the last line may be half written
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def _read_summary(folder: Path) -> Row | None:
+    try:
+        summary: Row = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return summary
+
+
+def last_error(log: str) -> str:
+    r"""Return the last line of a log that reads like a Python error, else its last line.
+
+    Examples
+    --------
+    >>> last_error("Traceback ...\nValueError: boom\n\nExit Code: 700")
+    'ValueError: boom'
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return (errors or lines or ["no output"])[-1]
+
+
+def _absolute(path: str, name: str, folder: Path) -> str:
+    if not path:
+        return ""
+    return str((folder / expand_path(path, name.replace("_", "-"))).resolve())
+
+
+def _check_packages() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"co3 run must find the packages of the extra 'sim', got none of {', '.join(missing)};"
+            " run `make setup`, or pip install -e '.[sim]'"
+        )
+
+
+def _gpu_share(device: str, num_processes: int) -> float:
+    """Return the share of the GPU for each training process; Ray hides it from those with none."""
+    if device == "cpu" or (device == "auto" and shutil.which("nvidia-smi") is None):
+        return 0.0
+    return round(1 / num_processes, 4)
+
+
+@contextmanager
+def _signals_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the run as Ctrl-C does, so that nothing is left behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> Any:
+        raise KeyboardInterrupt
+
+    caught = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in caught}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

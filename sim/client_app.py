@@ -1,0 +1,75 @@
+"""The ClientApp: trains on the client's own images; `co3_mod` makes the reply small.
+
+The app below is an ordinary one: it returns its gradient, or its new weights. Converting,
+correcting and compressing happen in the mod, which stands first and therefore outermost.
+"""
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from co3_flower import ConfigError, co3_mod
+from co3_flower.records import client_id, derive_seed
+from sim.data import Images, client_positions, load_data
+from sim.models import build_model
+from sim.settings import Settings
+from sim.task import choose_device, local_sgd, mean_gradient, num_local_batches, seed_everything
+
+app = ClientApp(mods=[co3_mod])
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train on this client's images and reply with a gradient or with new weights."""
+    settings = Settings.from_run_config(context.run_config)
+    images, num_classes = _client_images(settings, context)
+    device = choose_device(settings.device)
+    rng = seed_everything(
+        derive_seed(
+            settings.seed, int(message.content["config"]["server-round"]), client_id(context)
+        )
+    )
+    net = build_model(settings.model, num_classes)
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=True)
+    net.to(device)
+
+    num_local = num_local_batches(
+        len(images),
+        batch_size=settings.batch_size,
+        local_steps=settings.local_steps,
+        local_epochs=settings.local_epochs,
+    )
+    work = {"batch_size": settings.batch_size, "num_local": num_local, "rng": rng, "device": device}
+    reply = RecordDict()
+    if settings.payload == "gradient":
+        gradient, loss = mean_gradient(net, images, **work)
+        reply["gradient"] = ArrayRecord(gradient)
+    else:
+        loss = local_sgd(net, images, lr=settings.lr, **work)
+    reply["arrays"] = ArrayRecord(_on_cpu(net.state_dict()))
+    reply["metrics"] = MetricRecord({"num-examples": len(images), "train-loss": loss})
+    return Message(content=reply, reply_to=message)
+
+
+def _client_images(settings: Settings, context: Context) -> tuple[Images, int]:
+    node = context.node_config
+    if "partition-id" not in node or "num-partitions" not in node:
+        raise ConfigError(
+            f"node-config must hold partition-id and num-partitions, got {dict(node)};"
+            " start the SuperNode with --node-config 'partition-id=0 num-partitions=2'"
+        )
+    positions = client_positions(
+        int(node["partition-id"]),
+        int(node["num-partitions"]),
+        dataset=settings.dataset,
+        data_dir=settings.data_dir,
+        partition=settings.partition,
+        alpha=settings.dirichlet_alpha,
+        seed=settings.seed,
+    )
+    data = load_data(settings.dataset, settings.data_dir)
+    return data.train.subset(positions), data.num_classes
+
+
+def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}

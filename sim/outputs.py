@@ -1,0 +1,258 @@
+"""What a run leaves in its run-dir, and the table it ends with.
+
+config.json    the run-config, an experiment-id, versions
+rounds.jsonl   one line per round, `ROUND_KEYS`
+summary.json   accuracy, R, rates; status "completed" or "failed" with the reason
+model.npz      the last model, one member per tensor
+events...      the same numbers for TensorBoard
+"""
+
+import json
+import platform
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from co3_flower import ConfigError
+from sim.settings import Settings
+
+ROUND_KEYS = (
+    "server_round",
+    "accuracy",
+    "loss",
+    "uplink_bits",
+    "R",
+    "bits_per_parameter",
+    "code_bits",
+    "side_info_bits",
+    "structure_bits",
+    "raw_bits",
+    "entropy_bits",
+    "overhead_bits",
+    "downlink_bits",
+    "sqnr_db",
+    "residual_ratio",
+    "replies",
+    "failures",
+    "lost",
+    "encode_seconds",
+    "decode_seconds",
+)
+COUNTED = ("uplink_bits", "R", "overhead_bits", "downlink_bits", "replies", "failures", "lost")
+PACKAGES = ("co3-flower", "flwr", "numpy", "numba", "torch")
+MIN_AVERAGED = 5  # evaluations behind the reported accuracy, at least, where there are as many
+
+Row = dict[str, Any]
+
+
+def round_row(server_round: int, record: Mapping[str, Any] | None, score: Any | None) -> Row:
+    """Return one line of rounds.jsonl.
+
+    Parameters
+    ----------
+    server_round : int
+        0 before training.
+    record : Mapping or None
+        The strategy's record of the round; None for round 0, where nothing has been sent.
+    score : sim.task.Score or None
+        None where the round was not evaluated.
+    """
+    row: Row = dict.fromkeys(ROUND_KEYS)
+    row.update(dict.fromkeys(COUNTED, 0))
+    if record is not None:
+        row.update({key: record[key] for key in ROUND_KEYS if key in record})
+    row["server_round"] = server_round
+    if score is not None:
+        row.update(accuracy=score.accuracy, loss=score.loss)
+    return row
+
+
+class RunFolder:
+    """The run-dir of one run: made once, appended to each round, closed with a summary."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        """Make the folder and its config.json.
+
+        Raises
+        ------
+        ConfigError
+            The folder already holds a run.
+        """
+        check_is_unused(path)
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.experiment_id = str(uuid.uuid4())
+        self.rows: list[Row] = []
+        self._settings = settings
+        self._started = time.monotonic()
+        self._events: Any = None
+        _write_json(
+            path / "config.json",
+            {
+                "experiment_id": self.experiment_id,
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "run_config": settings.as_run_config(),
+                "versions": {"python": platform.python_version(), **_versions()},
+            },
+        )
+
+    def add_round(self, row: Row) -> None:
+        """Append one round to rounds.jsonl and to the TensorBoard events."""
+        self.rows.append(row)
+        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter  # two seconds to import
+
+            self._events = SummaryWriter(log_dir=str(self.path))
+        for key, value in row.items():
+            if key != "server_round" and value is not None:
+                self._events.add_scalar(key, value, row["server_round"])
+        self._events.flush()
+
+    def finish(self, model: Mapping[str, np.ndarray], num_parameters: int | None) -> Row:
+        """Write model.npz and the summary of a completed run, and return the summary."""
+        np.savez(self.path / "model.npz", **model)
+        return self._close({"status": "completed"}, num_parameters)
+
+    def fail(self, reason: str, num_parameters: int | None) -> Row:
+        """Write the summary of a failed run, and return it."""
+        return self._close({"status": "failed", "error": reason}, num_parameters)
+
+    def _close(self, outcome: Row, num_parameters: int | None) -> Row:
+        if self._events is not None:
+            self._events.close()
+        summary = {
+            **outcome,
+            "experiment_id": self.experiment_id,
+            **summarize(self.rows, num_parameters),
+            "seconds": round(time.monotonic() - self._started, 3),
+            "run_dir": str(self.path),
+        }
+        _write_json(self.path / "summary.json", summary)
+        return summary
+
+
+def summarize(rows: Sequence[Row], num_parameters: int | None) -> Row:
+    """Reduce the rounds of a run to its summary.
+
+    The accuracy is the mean of the last tenth of the evaluations, of five at least (or of all,
+    where there are fewer): single iterates scatter by several points.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        Lines of rounds.jsonl.
+    num_parameters : int or None
+        Entries of the float tensors that are not buffers.
+    """
+    evaluated = [row for row in rows if row["accuracy"] is not None]
+    averaged = evaluated[-max(MIN_AVERAGED, len(evaluated) // 10) :]
+    num_replies = sum(row["replies"] for row in rows)
+    rate = _mean_rate(rows)
+    total_bits = rows[-1]["R"] if rows else 0
+    overhead_bits = sum(row["overhead_bits"] or 0 for row in rows)
+    return {
+        "accuracy": _mean([row["accuracy"] for row in averaged]),
+        "loss": _mean([row["loss"] for row in averaged]),
+        "last_accuracy": evaluated[-1]["accuracy"] if evaluated else None,
+        "num_evaluations": len(evaluated),
+        "num_averaged": len(averaged),
+        "R": total_bits,
+        "R_megabytes": total_bits / 8e6,
+        "overhead_bits": overhead_bits,
+        "R_with_overhead": total_bits + overhead_bits,
+        "downlink_bits": sum(row["downlink_bits"] or 0 for row in rows),
+        "num_parameters": num_parameters,
+        "bits_per_parameter": rate,
+        "times_smaller_than_float32": 32 / rate if rate else None,
+        "num_server_rounds": max((row["server_round"] for row in rows), default=0),
+        "replies": num_replies,
+        "failures": sum(row["failures"] for row in rows),
+        "lost": sum(row["lost"] for row in rows),
+    }
+
+
+def format_table(summary: Row) -> str:
+    """Return the table a run ends with, as text.
+
+    Examples
+    --------
+    >>> row = round_row(1, {"R": 8_000_000, "bits_per_parameter": 2.5, "replies": 4}, None)
+    >>> print(format_table(summarize([row], num_parameters=800_000)))
+    accuracy                    not evaluated
+    R (all uplink payloads)     8,000,000 bits = 1.000 MB
+    R with message overhead     8,000,000 bits = 1.000 MB
+    bits per parameter          2.500
+    smaller than float32        12.8 times
+    """
+    if summary["accuracy"] is None:
+        accuracy = "not evaluated"
+    else:
+        accuracy = (
+            f"{summary['accuracy']:.2%} (mean of the last {summary['num_averaged']}"
+            f" evaluations; the last {summary['last_accuracy']:.2%})"
+        )
+    rate, factor = summary["bits_per_parameter"], summary["times_smaller_than_float32"]
+    lines = {
+        "accuracy": accuracy,
+        "R (all uplink payloads)": _bits(summary["R"]),
+        "R with message overhead": _bits(summary["R_with_overhead"]),
+        "bits per parameter": "unknown" if rate is None else f"{rate:.3f}",
+        "smaller than float32": "unknown" if factor is None else f"{factor:.1f} times",
+    }
+    if summary["failures"] or summary["lost"]:
+        lines["replies"] = (
+            f"{summary['replies']} good, {summary['failures']} failed, {summary['lost']} lost"
+        )
+    return "\n".join(f"{name:<28}{value}" for name, value in lines.items())
+
+
+def default_run_dir(parent: Path) -> Path:
+    """Return ``runs/<time>-<id>`` under a folder."""
+    return parent / "runs" / f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def check_is_unused(path: Path) -> None:
+    """Raise ConfigError where a folder already holds a run."""
+    if (path / "config.json").exists():
+        raise ConfigError(f"run-dir must not hold a run already, got {str(path)!r}")
+
+
+def _bits(bits: int) -> str:
+    return f"{bits:,} bits = {bits / 8e6:,.3f} MB"
+
+
+def _mean_rate(rows: Sequence[Row]) -> float | None:
+    rates = [(row["bits_per_parameter"], row["replies"]) for row in rows]
+    known = [(rate, weight) for rate, weight in rates if rate is not None and weight]
+    if not known:
+        return None
+    return sum(rate * weight for rate, weight in known) / sum(weight for _, weight in known)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _write_json(path: Path, content: Row) -> None:
+    """Write a JSON file that a reader sees whole or not at all."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

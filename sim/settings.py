@@ -1,0 +1,305 @@
+"""The run-config of the app: parsed, checked and typed before anything trains.
+
+In comes Flower's ``context.run_config`` (or what the command line merged), out goes one frozen
+`Settings`. Every mistake is one `ConfigError` of one line that lists the choices.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from co3_flower import CodecConfig, ConfigError
+
+Value = str | int | float | bool
+
+DATASETS = ("digits", "cifar10")
+MODELS = ("cnn", "resnet20", "densenet121", "resnet50v2", "nasnetmobile")
+
+# Keys with a fixed list of values; the codec's own keys are checked by CodecConfig.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "partition": ("iid", "dirichlet"),
+    "model": MODELS,
+    "payload": ("gradient", "update"),
+    "weighting": ("examples", "uniform"),
+    "compressor": ("co3", "none"),
+    "buffers": ("coded", "raw", "local"),
+    "strategy": ("", "fedavg", "fedadam"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+# Key -> (rule in words, test).
+RANGES = {
+    "num-server-rounds": ("at least 1", lambda x: x >= 1),
+    "num-clients": ("at least 0", lambda x: x >= 0),
+    "dirichlet-alpha": ("above 0", lambda x: x > 0),
+    "batch-size": ("at least 2", lambda x: x >= 2),  # BatchNorm needs two values a channel
+    "local-steps": ("at least 1", lambda x: x >= 1),
+    "local-epochs": ("at least 0", lambda x: x >= 0),
+    "lr": ("above 0", lambda x: x > 0),
+    "server-lr": ("at least 0", lambda x: x >= 0),
+    "fraction-train": ("in (0, 1]", lambda x: 0 < x <= 1),
+    "min-replies": ("at least 1", lambda x: x >= 1),
+    "node-timeout": ("above 0", lambda x: x > 0),
+    "max-examples": ("at least 1", lambda x: x >= 1),
+    "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
+    "num-threads": ("at least 1", lambda x: x >= 1),
+    "eval-every": ("at least 1", lambda x: x >= 1),
+}
+
+# Keys whose feature comes with a later version: anything but the default is refused.
+NOT_YET = (
+    "target-bits-per-parameter",
+    "uplink-budget-mb",
+    "max-update-norm",
+    "reclip",
+    "save-gradients-every",
+)
+NOT_YET_VALUES = {"model": MODELS[1:]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run of the app, key by key as in ``[tool.flwr.app.config]`` (``-`` becomes ``_``).
+
+    Build it with `Settings.from_run_config`, which checks every value.
+    """
+
+    num_server_rounds: int = 60
+    num_clients: int = 0
+    dataset: str = "digits"
+    data_dir: str = ""
+    partition: str = "iid"
+    dirichlet_alpha: float = 0.5
+    model: str = "cnn"
+    batch_size: int = 32
+    local_steps: int = 2
+    local_epochs: int = 0
+    lr: float = 0.1
+    server_lr: float = 0.0
+    payload: str = "gradient"
+    weighting: str = "examples"
+    compressor: str = "co3"
+    format: str = "e2m1"
+    gamma: float = 0.9
+    scale: str = "mse"
+    scale_multiplier: float = 1.0
+    prior: str = "gennorm"
+    coder: str = "huffman"
+    min_numel: int = 1024
+    target_bits_per_parameter: float = 0.0
+    uplink_budget_mb: float = 0.0
+    buffers: str = "coded"
+    strategy: str = ""
+    fraction_train: float = 1.0
+    min_replies: int = 1
+    node_timeout: float = 600.0
+    max_update_norm: float = 0.0
+    max_examples: int = 1_000_000
+    reclip: bool = False
+    seed: int = 0
+    device: str = "auto"
+    structure: str = "auto"
+    num_threads: int = 1
+    eval_every: int = 5
+    save_gradients_every: int = 0
+    run_dir: str = ""
+    memory_dir: str = ""
+
+    @classmethod
+    def from_run_config(cls, run_config: Mapping[str, Value]) -> "Settings":
+        """Check a run-config and return it typed; keys it lacks keep their defaults.
+
+        Parameters
+        ----------
+        run_config : Mapping[str, str | int | float | bool]
+            Keys as in ``[tool.flwr.app.config]``.
+
+        Returns
+        -------
+        Settings
+
+        Raises
+        ------
+        ConfigError
+            An unknown key, a wrong type, a value out of range or not on the list, or a feature
+            that is not available yet.
+
+        Examples
+        --------
+        >>> Settings.from_run_config({"gamma": 1}).gamma
+        1.0
+        """
+        check_keys(run_config)
+        values = {key: _typed(key, value) for key, value in run_config.items()}
+        settings = cls(**{key.replace("-", "_"): value for key, value in values.items()})
+        for key, value in settings.as_run_config().items():
+            _check_value(key, value)
+        _check_together(settings)
+        settings.codec_config()
+        return settings
+
+    def as_run_config(self) -> dict[str, Value]:
+        """Return the settings under their run-config keys."""
+        return {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
+
+    def codec_config(self) -> CodecConfig:
+        """Return the codec's part of the settings."""
+        return CodecConfig(
+            format=self.format,
+            gamma=self.gamma,
+            scale=self.scale,
+            scale_multiplier=self.scale_multiplier,
+            prior=self.prior,
+            coder=self.coder,
+            structure=self.structure,
+            min_numel=self.min_numel,
+            num_threads=self.num_threads,
+        )
+
+    @property
+    def ps_step(self) -> float:
+        """Step size of the PS: server-lr, or for 0 what the payload kind implies."""
+        if self.server_lr > 0:
+            return self.server_lr
+        return self.lr if self.payload == "gradient" else 1.0
+
+
+DEFAULTS = Settings().as_run_config()
+
+
+def check_keys(run_config: Mapping[str, object]) -> None:
+    """Raise ConfigError for a key the app does not know, naming the closest one it does."""
+    for key in run_config:
+        if key not in DEFAULTS:
+            close = difflib.get_close_matches(key, DEFAULTS, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(DEFAULTS)}"
+            raise ConfigError(f"run-config key must be a known one, got {key!r}; {advice}")
+
+
+def read_config_file(path: Path) -> dict[str, Value]:
+    """Read a TOML file of run-config keys, one flat table.
+
+    Raises
+    ------
+    ConfigError
+        No such file, not TOML, or a value that is a table or a list.
+    """
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"CONFIG.toml must be a readable file, got {str(path)!r} ({error.strerror})"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"CONFIG.toml must be TOML, got an error in {path}: {error}") from None
+    for key, value in table.items():
+        if not isinstance(value, (str, int, float, bool)):
+            raise ConfigError(
+                f"{key} must be a string, number or boolean, got a {type(value).__name__} in {path}"
+            )
+    return table
+
+
+def parse_overrides(texts: list[str]) -> dict[str, Value]:
+    """Parse ``-c "key=value key=value"`` texts as Flower does: values in TOML, strings quoted.
+
+    Raises
+    ------
+    ConfigError
+        A text that is not such a list.
+
+    Examples
+    --------
+    >>> parse_overrides(["lr=0.1 format='e5m2'", "seed=3"])
+    {'lr': 0.1, 'format': 'e5m2', 'seed': 3}
+    """
+    values: dict[str, Value] = {}
+    for text in texts:
+        for item in _split_items(text):
+            key, equals, value = item.partition("=")
+            if not (key and equals and value):
+                raise ConfigError(f"-c must hold key=value pairs, got {item!r} in {text!r}")
+            try:
+                values[key] = tomllib.loads(f"x = {value}")["x"]
+            except tomllib.TOMLDecodeError:
+                raise ConfigError(
+                    f"-c values must be numbers, true, false or quoted strings, got {item!r};"
+                    f""" a string is written {key}="'{value}'" in the shell"""
+                ) from None
+    return values
+
+
+def expand_path(text: str, key: str) -> str:
+    """Expand ``~`` and environment variables of a path.
+
+    Raises
+    ------
+    ConfigError
+        The path names an environment variable that is not set.
+    """
+    expanded = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111
+    if "$" in expanded:
+        name = expanded[expanded.index("$") + 1 :].split("/")[0].strip("{}")
+        raise ConfigError(
+            f"{key} must name environment variables that are set, got {text!r};"
+            f" set {name} to the folder it stands for"
+        )
+    return expanded
+
+
+def _split_items(text: str) -> list[str]:
+    """Split at blanks outside quotes, the quotes kept."""
+    items, current, quote = [], "", ""
+    for character in text:
+        if character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+        if character.isspace() and not quote:
+            items.append(current)
+            current = ""
+        else:
+            current += character
+    return [item for item in [*items, current] if item]
+
+
+def _typed(key: str, value: object) -> Value:
+    kind = type(DEFAULTS[key])
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+        raise ConfigError(f"{key} must be {names[kind]}, got {value!r}")
+    return value
+
+
+def _check_value(key: str, value: Value) -> None:
+    default = DEFAULTS[key]
+    if value != default and (key in NOT_YET or value in NOT_YET_VALUES.get(key, ())):
+        raise ConfigError(f"{key} must be {default!r}, got {value!r}: not available yet")
+    if key in CHOICES and value not in CHOICES[key]:
+        listed = ", ".join(repr(choice) for choice in CHOICES[key])
+        raise ConfigError(f"{key} must be one of {listed}, got {value!r}")
+    if key in RANGES:
+        rule, holds = RANGES[key]
+        if not holds(value):  # NaN holds nothing
+            raise ConfigError(f"{key} must be {rule}, got {value!r}")
+
+
+def _check_together(settings: Settings) -> None:
+    if 0 < settings.num_clients < settings.min_replies:
+        raise ConfigError(
+            f"min-replies must be at most num-clients, got {settings.min_replies}"
+            f" with {settings.num_clients} clients"
+        )
+    name = settings.dataset
+    if name not in DATASETS and not Path(expand_path(name, "dataset")).is_dir():
+        raise ConfigError(
+            f"dataset must be 'digits', 'cifar10' or a directory of parquet files, got {name!r}"
+        )
+    if settings.data_dir and name != "cifar10":
+        raise ConfigError(
+            f"data-dir must be '' unless dataset is 'cifar10', got {settings.data_dir!r}"
+        )
