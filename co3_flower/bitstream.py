@@ -16,10 +16,11 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels, kernels_rans
+from co3_flower import kernels, kernels_rans, kernels_structure
 from co3_flower.errors import PayloadError
 from co3_flower.huffman import HuffmanTables
 from co3_flower.rans import RansTables
+from co3_flower.structure import Structure
 
 NUM_STREAMS = 2
 CHUNK_BITS = 8 * 16384  # code bits of a chunk, on average
@@ -168,6 +169,131 @@ def decode_symbols(
     return symbols
 
 
+def encode_structured(
+    tables: Tables,
+    structure: Structure,
+    symbols: NDArray[np.uint8],
+    chunk_symbols: int,
+    num_threads: int = 1,
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Pack symbols, each with the code table of its class.
+
+    Parameters
+    ----------
+    tables : HuffmanTables or RansTables
+        Those of the classes, then the buffers', if there are any.
+    structure : Structure
+        Which entry is of which class.
+    symbols, chunk_symbols, num_threads
+        As for `encode_symbols`, whose results these are.
+    """
+    tables = _with_dead_table(tables, structure)
+    dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
+    num_chunks = -(-symbols.size // chunk_symbols)
+    sizes = np.zeros(num_chunks * stored_streams(tables), np.int64)
+    entries, steps = np.zeros(0, np.uint64), _no_steps()
+    if isinstance(tables, HuffmanTables):
+        entries = np.zeros(tables.lengths.shape, np.uint64)
+        kernels.encoder_entries(tables.lengths, entries)
+        word: np.dtype[Any] = np.dtype(np.uint32)
+    else:
+        steps = _rans_steps(tables)
+        word = np.dtype(np.uint16)
+
+    def encode(first: int, last: int) -> NDArray[Any]:
+        room = (last - first) * (chunk_symbols + kernels_rans.STATE_WORDS + 1)
+        words = np.empty(room, word)
+        none16, none32 = np.empty(0, np.uint16), np.empty(0, np.uint32)
+        is_huffman = word == np.uint32
+        used = kernels_structure.encode_chunks(
+            first, last, chunk_symbols, NUM_STREAMS if is_huffman else 0, symbols,
+            structure.kernel_layout, structure.sum_map(dead), structure.num_tables, width,
+            tuple(each.reshape(-1) for each in steps), entries.reshape(-1),
+            np.empty(chunk_symbols + kernels_rans.STATE_WORDS + 1, np.uint16),
+            none16 if is_huffman else words, words if is_huffman else none32, sizes,
+        )  # fmt: skip
+        return words[:used]
+
+    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
+    parts: list[NDArray[Any]] = run_parts(encode, bounds, num_threads) or [np.empty(0, word)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts), sizes
+
+
+def decode_structured(
+    tables: Tables,
+    structure: Structure,
+    words: NDArray[Any],
+    sizes: NDArray[np.int64],
+    num_streams: int,
+    chunk_symbols: int,
+    num_threads: int = 1,
+) -> NDArray[np.uint8]:
+    """Unpack what `encode_structured` packed; parameters and errors are as for `decode_symbols`."""
+    tables = _with_dead_table(tables, structure)
+    dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
+    out = np.empty(int(structure.plan.offsets[-1]), np.uint8)
+    starts = np.zeros(sizes.size + 1, np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    is_huffman = isinstance(tables, HuffmanTables)
+    single = np.zeros((1, 1), np.uint16)
+    symbol_of, steps = np.zeros((1, 1), np.uint8), np.zeros((1, 1), np.uint32)
+    if isinstance(tables, HuffmanTables):
+        single = np.zeros((dead + 1, 1 << kernels.WINDOW_BITS), np.uint16)
+        kernels.decoder_windows(tables.lengths, single)
+    else:
+        symbol_of = np.zeros((dead + 1, kernels_rans.TOTAL), np.uint8)
+        steps = np.zeros(tables.frequencies.shape, np.uint32)
+        kernels_rans.decoder_slots(tables.frequencies, symbol_of, steps)
+
+    def decode(first: int, last: int) -> int:
+        bad: int = kernels_structure.decode_chunks(
+            first, last, chunk_symbols, num_streams if is_huffman else 0, words, starts,
+            structure.kernel_layout, structure.sum_map(dead), structure.num_tables, width,
+            symbol_of.reshape(-1), steps.reshape(-1), single, out,
+        )  # fmt: skip
+        return bad
+
+    num_chunks = sizes.size // (num_streams if is_huffman else 1)
+    for stream in run_parts(
+        decode, split_evenly(np.ones(num_chunks, np.int64), num_threads), num_threads
+    ):
+        if stream >= 0:
+            raise PayloadError(
+                f"code must fill the {sizes[stream]} words of its stream, "
+                f"got another length in stream {stream}"
+            )
+    return out
+
+
+def structured_bits(
+    tables: Tables, structure: Structure, symbols: NDArray[np.uint8]
+) -> NDArray[np.float64]:
+    """Return the bits [tensors] that the coded tensors' symbols take (for rANS, their ideal)."""
+    tables = _with_dead_table(tables, structure)
+    dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
+    if isinstance(tables, HuffmanTables):
+        used = (tables.lengths > 0).sum(axis=1, keepdims=True)
+        of_symbols = np.where(used > 1, tables.lengths, 0).astype(np.float64)
+    else:
+        frequencies = np.maximum(tables.frequencies, 1)
+        of_symbols = kernels_rans.FREQUENCY_BITS - np.log2(frequencies)
+    bits = np.zeros(structure.plan.num_coded, np.float64)
+    kernels_structure.tensor_bits(
+        symbols, structure.kernel_layout, structure.sum_map(dead), width, of_symbols, bits
+    )
+    return bits
+
+
+def _with_dead_table(tables: Tables, structure: Structure) -> Tables:
+    """Add a table in which zero alone occurs, for what is dead; it is never sent."""
+    num_values = int(tables.alphabets[0])
+    counts = np.zeros((1, num_values), np.int64)
+    counts[0, num_values // 2] = 1
+    if isinstance(tables, HuffmanTables):
+        return HuffmanTables.joined([tables, HuffmanTables.from_weights(counts)])
+    return RansTables.joined([tables, RansTables.from_weights(counts)])
+
+
 def stored_streams(tables: Tables) -> int:
     """Return how many stream lengths a chunk has: all states of rANS share one stream."""
     return NUM_STREAMS if isinstance(tables, HuffmanTables) else 1
@@ -215,10 +341,7 @@ def _rans_encoder(
     chunk_symbols: int,
     sizes: NDArray[np.int64],
 ) -> Callable[[int, int], NDArray[np.uint16]]:
-    reciprocals = np.zeros(tables.frequencies.shape, np.int64)
-    shifts = np.zeros(tables.frequencies.shape, np.uint8)
-    starts = np.zeros(tables.frequencies.shape, np.uint32)
-    kernels_rans.encoder_steps(tables.frequencies, reciprocals, shifts, starts)
+    _, reciprocals, shifts, starts = _rans_steps(tables)
 
     def encode(first: int, last: int) -> NDArray[np.uint16]:
         room = chunk_symbols + kernels_rans.STATE_WORDS + 1  # at most a word a symbol
@@ -231,6 +354,25 @@ def _rans_encoder(
         return words[:used]
 
     return encode
+
+
+def _rans_steps(tables: RansTables) -> tuple[NDArray[Any], ...]:
+    """Frequencies, and what else encoding needs, each [tables, K]."""
+    reciprocals = np.zeros(tables.frequencies.shape, np.int64)
+    shifts = np.zeros(tables.frequencies.shape, np.uint8)
+    starts = np.zeros(tables.frequencies.shape, np.uint32)
+    kernels_rans.encoder_steps(tables.frequencies, reciprocals, shifts, starts)
+    return tables.frequencies, reciprocals, shifts, starts
+
+
+def _no_steps() -> tuple[NDArray[Any], ...]:
+    """Stand in for `_rans_steps` where Huffman codes are used."""
+    return (
+        np.zeros(0, np.uint32),
+        np.zeros(0, np.int64),
+        np.zeros(0, np.uint8),
+        np.zeros(0, np.uint32),
+    )
 
 
 def pack_tables(tables: Tables, table_of: NDArray[np.int64], num_tables: int) -> bytes:

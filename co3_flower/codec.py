@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from co3_flower import kernels
 from co3_flower.bitstream import (
     chunk_size,
+    decode_structured,
     decode_symbols,
+    encode_structured,
     encode_symbols,
     lanes,
     run_parts,
@@ -37,7 +39,7 @@ from co3_flower.payload import (
 )
 from co3_flower.quantize import kernel_format, rule_table
 from co3_flower.stats import UpdateStats, update_stats
-from co3_flower.tables import Converted, choose_tables
+from co3_flower.tables import CodeTables, Converted, choose_tables, code_bits
 
 _BUFFER_GAMMA = 1.0
 _BUFFER_SCALE = "mse"
@@ -114,12 +116,12 @@ def encode_update(
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(arrays, layout, plan)
     flat, symbols, coded, buffers = _convert(arrays, residual, layout, plan, config)
-    payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw)
+    payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw, flat)
     if max_payload_bytes is not None and len(payload) > max_payload_bytes:
         flat, symbols, coded, buffers = _withhold(
             arrays, residual, layout, plan, config, coded, buffers
         )
-        payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw)
+        payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw, flat)
     return EncodedUpdate(payload, _unflatten(flat, layout, plan), stats)
 
 
@@ -154,7 +156,15 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
     )
     raw = _raw_bytes(arrays, layout, plan)
     payload, stats = _compress(
-        layout, plan, config, np.zeros(0, np.uint8), coded, buffers, raw, scheme=SCHEME_NONE
+        layout,
+        plan,
+        config,
+        np.zeros(0, np.uint8),
+        coded,
+        buffers,
+        raw,
+        np.zeros(0, np.float32),
+        SCHEME_NONE,
     )
     return EncodedUpdate(payload, {}, stats)
 
@@ -394,24 +404,30 @@ def _compress(
     coded: Converted,
     buffers: Converted,
     raw: tuple[bytes, ...],
+    residual: NDArray[np.float32],
     scheme: int = SCHEME_CO3,
 ) -> tuple[bytes, UpdateStats]:
     payloads = []
-    for choice in choose_tables(plan, coded, buffers, config.prior, config.coder):
-        chunk_symbols = chunk_size(symbols.size, int(choice.code_bits.sum()))
-        words, sizes = encode_symbols(
-            choice.tables,
-            symbols,
-            plan.offsets,
-            choice.table_of,
-            chunk_symbols,
-            config.num_threads,
-        )
+    choices = choose_tables(
+        layout,
+        plan,
+        coded,
+        buffers,
+        symbols,
+        residual,
+        config.prior,
+        config.coder,
+        config.structure,
+    )
+    for choice in choices:
+        chunk_symbols = chunk_size(symbols.size, choice.num_code_bits)
+        words, sizes = _encode_symbols(choice, symbols, plan, chunk_symbols, config.num_threads)
         parts = Parts(
             coded.fmt,
             np.concatenate([coded.scales, buffers.scales]),
             choice.tables,
             choice.table_of,
+            choice.structure,
             lanes(choice.tables),
             chunk_symbols,
             sizes,
@@ -419,12 +435,35 @@ def _compress(
             raw,
             scheme,
         )
-        payloads.append((write_payload(parts, layout, plan), choice.code_bits, words.nbytes))
-    payload, code_bits, code_bytes = min(payloads, key=lambda each: len(each[0]))
+        payloads.append((write_payload(parts, layout, plan), words.nbytes))
+    best = min(range(len(choices)), key=lambda i: len(payloads[i][0]))
+    (payload, code_bytes), choice = payloads[best], choices[best]
     stats = update_stats(
-        layout, plan, coded, buffers, code_bits, len(payload), code_bytes, sum(map(len, raw))
+        layout,
+        plan,
+        coded,
+        buffers,
+        code_bits(choice, plan, coded, buffers, symbols),
+        len(payload),
+        code_bytes,
+        len(choice.structure.packed) if choice.structure else 0,
+        sum(map(len, raw)),
     )
     return payload, stats
+
+
+def _encode_symbols(
+    choice: CodeTables,
+    symbols: NDArray[np.uint8],
+    plan: Plan,
+    chunk_symbols: int,
+    num_threads: int,
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    if choice.structure is None:
+        return encode_symbols(
+            choice.tables, symbols, plan.offsets, choice.table_of, chunk_symbols, num_threads
+        )
+    return encode_structured(choice.tables, choice.structure, symbols, chunk_symbols, num_threads)
 
 
 def _gammas(plan: Plan, config: CodecConfig) -> NDArray[np.float32]:
@@ -486,6 +525,16 @@ def _unflatten(
 
 
 def _decode_symbols(parts: Parts, plan: Plan, num_threads: int) -> NDArray[np.uint8]:
+    if parts.structure is not None:
+        return decode_structured(
+            parts.tables,
+            parts.structure,
+            parts.words,
+            parts.sizes,
+            parts.num_streams,
+            parts.chunk_symbols,
+            num_threads,
+        )
     return decode_symbols(
         parts.tables,
         parts.words,

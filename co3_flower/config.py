@@ -39,7 +39,8 @@ class CodecConfig:
     coder : str
         ``huffman`` (at least one bit a symbol) or ``rans``.
     structure : str
-        ``auto`` or ``none``; both mean one table per tensor at present.
+        ``none`` (one code table per tensor) or ``auto`` (one per class of entries whose rows and
+        columns spread alike, for the whole update, where that makes the payload smaller).
     min_numel : int
         Tensors with fewer entries share one code table.
     raw : sequence of str or int

@@ -980,10 +980,9 @@ MARGIN = 2 * PER_LOOKUP + 2  # two look-ups of 8 stored bytes each must fit befo
 
 
 @_njit
-def decoder_tables(lengths, single, several):
-    """Fill the look-up tables [T, 4096] `single` and `several` of every code table.
+def decoder_windows(lengths, single):
+    """Fill the look-up tables [T, 4096] of every code table with symbol | bits << 8.
 
-    `single` holds symbol | bits << 8; `several` holds up to 6 symbols, their number and their bits.
     The windows of a table with a single used symbol yield it for no bits. Complete tables fill
     every window.
     """
@@ -998,16 +997,26 @@ def decoder_tables(lengths, single, several):
                 symbol = k
         if used == 1:
             single[t, :] = symbol
-        else:
-            for k in range(size):
-                length = i64(lengths[t, k])
-                if length > 0:
-                    code, reverse = i64(codes[k]), i64(0)
-                    for _ in range(length):
-                        reverse = (reverse << 1) | (code & 1)
-                        code >>= 1
-                    for window in range(reverse, 1 << WINDOW_BITS, 1 << length):
-                        single[t, window] = k | (length << 8)
+            continue
+        for k in range(size):
+            length = i64(lengths[t, k])
+            if length > 0:
+                code, reverse = i64(codes[k]), i64(0)
+                for _ in range(length):
+                    reverse = (reverse << 1) | (code & 1)
+                    code >>= 1
+                for window in range(reverse, 1 << WINDOW_BITS, 1 << length):
+                    single[t, window] = k | (length << 8)
+
+
+@_njit
+def decoder_tables(lengths, single, several):
+    """Fill `single` as `decoder_windows` does, and `several` [T, 4096] from it.
+
+    `several` holds up to 6 symbols, their number and their bits.
+    """
+    decoder_windows(lengths, single)
+    for t in range(lengths.shape[0]):
         for window in range(1 << WINDOW_BITS):
             packed, number, bits = i64(0), 0, i64(0)
             while number < PER_LOOKUP:

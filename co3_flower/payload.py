@@ -27,6 +27,7 @@ from co3_flower.huffman import HuffmanTables
 from co3_flower.kernels_rans import NUM_STATES
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, max_tables
 from co3_flower.rans import RansTables
+from co3_flower.structure import Structure, read_structure
 
 MAGIC = b"CO3F"
 VERSION = 0
@@ -37,10 +38,11 @@ BUFFER_FORMAT = FloatFormat.parse("e4m3")
 MAX_STREAMS = 16
 
 # magic, version, scheme, flags, coder, format, streams, tables, layout digest, min_numel, symbols
-# per chunk, bytes of tables, words of code, bytes of raw tensors
-_HEADER = struct.Struct("<4s6BH8s4IQ")
+# per chunk, bytes of structure, bytes of tables, words of code, bytes of raw tensors
+_HEADER = struct.Struct("<4s6BH8s5IQ")
 _CRC = struct.Struct("<I")
 _FLAG_KINDS = 1  # a section says of each tensor: coded, buffer or raw; without it all are coded
+_FLAG_STRUCTURE = 2  # code tables are those of classes of entries, not of tensors
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class Parts:
     tables : HuffmanTables or RansTables
         The tables of large tensors, then that of the small ones, then that of the buffers.
     table_of : int64 [coded tensors + buffers]
-        Code table of each tensor.
+        Code table of each tensor; with a structure, of the buffers only.
+    structure : Structure or None
+        Classes of the coded tensors' entries; the tables are then those of the classes and that of
+        the buffers.
     num_streams, chunk_symbols : int
         Streams (for rANS, states in one stream) per chunk, and symbols per chunk.
     sizes : int64 [streams]
@@ -73,6 +78,7 @@ class Parts:
     scales: NDArray[np.float32]
     tables: Tables
     table_of: NDArray[np.int64]
+    structure: Structure | None
     num_streams: int
     chunk_symbols: int
     sizes: NDArray[np.int64]
@@ -91,33 +97,20 @@ def scale_limits(fmt: FloatFormat) -> tuple[float, float]:
     return max(2.0**-120, fmt.max_finite * 2.0**-127), 2.0**120
 
 
-def table_alphabets(plan: Plan, fmt: FloatFormat, num_own_tables: int) -> NDArray[np.int64]:
-    """Return the alphabet of each code table.
-
-    First come the distinct tables of large tensors, then the pool's, then the buffers'.
-    """
-    num_coded = num_own_tables + int(plan.has_pool)
-    sizes = [fmt.num_values] * num_coded + [BUFFER_FORMAT.num_values] * int(plan.has_buffers)
-    return np.array(sizes, np.int64)
-
-
-def expand_tables(plan: Plan, own: NDArray[np.int64], num_own_tables: int) -> NDArray[np.int64]:
-    """Return each tensor's table in coding order, given those of tensors with their own table."""
-    pool = num_own_tables
-    buffers = num_own_tables + int(plan.has_pool)
-    return np.concatenate(
-        [own, np.full(plan.num_pooled, pool), np.full(plan.num_buffers, buffers)]
-    ).astype(np.int64)
-
-
 def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
     """Frame the parts; `parts.words` holds the code and nothing behind it."""
     coder = CODERS.index(type(parts.tables))
     num_tables = parts.tables.alphabets.size
-    num_own_tables = num_tables - int(plan.has_pool) - int(plan.has_buffers)
-    tables = b""
+    num_own_tables = num_tables - int(plan.has_buffers)
+    tables, structure = b"", b""
+    own = parts.table_of[:0]
+    if parts.structure is not None:
+        structure = parts.structure.packed
+    else:
+        num_own_tables -= int(plan.has_pool)
+        own = parts.table_of[: plan.num_own]
     if num_tables:
-        tables = pack_tables(parts.tables, parts.table_of[: plan.num_own], num_own_tables)
+        tables = pack_tables(parts.tables, own, num_own_tables)
     kinds = b""
     if any(plan.kinds):
         kinds = _pack_kinds(plan.kinds)
@@ -128,7 +121,7 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
                 MAGIC,
                 VERSION,
                 parts.scheme,
-                _FLAG_KINDS if kinds else 0,
+                (_FLAG_KINDS if kinds else 0) | (_FLAG_STRUCTURE if structure else 0),
                 coder,
                 format_code(parts.fmt),
                 parts.num_streams,
@@ -136,12 +129,14 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
                 layout.digest(plan.raw),
                 plan.min_numel,
                 parts.chunk_symbols,
+                len(structure),
                 len(tables),
                 parts.words.size,
                 sum(len(data) for data in parts.raw),
             ),
             kinds,
             parts.scales.astype("<f4").tobytes(),
+            structure,
             tables,
             sizes[: kernels.write_varints(parts.sizes, sizes)].tobytes(),
         ]
@@ -172,7 +167,7 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
         )
     (
         magic, version, scheme, flags, coder, format_byte, num_streams, num_own_tables, digest,
-        min_numel, chunk_symbols, table_bytes, num_words, raw_bytes,
+        min_numel, chunk_symbols, structure_bytes, table_bytes, num_words, raw_bytes,
     ) = _HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise PayloadError(f"payload must start with {MAGIC!r}, got {magic!r}")
@@ -186,7 +181,7 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
         raise PayloadError(
             f"payload must have checksum {crc:#010x}, got {zlib.crc32(body):#010x}; it was damaged"
         )
-    if scheme not in (SCHEME_CO3, SCHEME_NONE) or coder >= len(CODERS) or flags & ~_FLAG_KINDS:
+    if scheme not in (SCHEME_CO3, SCHEME_NONE) or coder >= len(CODERS) or flags > 3:
         raise PayloadError(
             f"scheme, coder and flags must be known, got {scheme}, {coder} and {flags:#x}"
         )
@@ -203,12 +198,15 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     plan = layout.plan(kinds, min_numel)
     scales = np.frombuffer(reader.take(4 * len(plan.order), "scales"), "<f4")
     _check_scales(scales, fmt, plan, layout)
-    most = min(plan.num_own, max_tables(plan.num_symbols))
-    if not min(1, plan.num_own) <= num_own_tables <= most:
-        raise PayloadError(f"code tables must be 1 to {most}, got {num_own_tables}")
-    alphabets = table_alphabets(plan, fmt, num_own_tables)
+    chunk_symbols = min(chunk_symbols, max(1, plan.num_symbols))
+    structure = None
+    packed_structure = reader.take(structure_bytes, "structure")
+    if flags & _FLAG_STRUCTURE:
+        structure = read_structure(packed_structure, layout, plan)
+    elif structure_bytes:
+        raise PayloadError(f"structure without its flag must take 0 bytes, got {structure_bytes}")
     packed = np.frombuffer(reader.take(table_bytes, "code tables"), np.uint8)
-    tables, own = _read_tables(coder, packed, alphabets, plan.num_own, num_own_tables)
+    tables, table_of = _read_tables(coder, packed, plan, fmt, structure, num_own_tables)
     num_chunks = -(-plan.num_symbols // chunk_symbols)
     stored = num_streams if CODERS[coder] is HuffmanTables else 1
     sizes = _read_sizes(reader, num_chunks * stored, num_words)
@@ -229,8 +227,8 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     if not words.flags.aligned:
         words = words.copy()
     parts = Parts(
-        fmt, scales, tables, expand_tables(plan, own, num_own_tables),
-        num_streams, chunk_symbols, sizes, words, raw, scheme,
+        fmt, scales, tables, table_of, structure, num_streams, chunk_symbols, sizes, words, raw,
+        scheme,
     )  # fmt: skip
     return parts, plan
 
@@ -327,13 +325,37 @@ def _check_scales(
 
 
 def _read_tables(
-    coder: int, data: NDArray[np.uint8], alphabets: NDArray[np.int64], num_own: int, num_tables: int
+    coder: int,
+    data: NDArray[np.uint8],
+    plan: Plan,
+    fmt: FloatFormat,
+    structure: Structure | None,
+    num_tables: int,
 ) -> tuple[Tables, NDArray[np.int64]]:
+    """Read the code tables and each tensor's (with a structure, each buffer's) table."""
+    of_buffers = np.full(plan.num_buffers, num_tables, np.int64)
+    sizes = [fmt.num_values] * num_tables
+    num_own = plan.num_own
+    if structure is not None:
+        num_own, fewest, most = 0, structure.num_tables, structure.num_tables
+    else:
+        fewest, most = min(1, num_own), min(num_own, max_tables(plan.num_symbols))
+        of_buffers += int(plan.has_pool)
+        sizes += [fmt.num_values] * int(plan.has_pool)
+        if CODERS[coder] is RansTables:
+            fewest = num_own
+    if not fewest <= num_tables <= most:
+        raise PayloadError(f"code tables must be {fewest} to {most}, got {num_tables}")
+    alphabets = np.array(sizes + [BUFFER_FORMAT.num_values] * int(plan.has_buffers), np.int64)
+    tables: Tables
     if CODERS[coder] is HuffmanTables:
-        return unpack_huffman_tables(data, alphabets, num_own, num_tables)
-    if num_tables != num_own:
-        raise PayloadError(f"code tables must be {num_own}, got {num_tables}")
-    return unpack_rans_tables(data, alphabets), np.arange(num_own)
+        tables, own = unpack_huffman_tables(data, alphabets, num_own, num_tables)
+    else:
+        tables, own = unpack_rans_tables(data, alphabets), np.arange(num_own)
+    if structure is not None:
+        return tables, of_buffers
+    of_pool = np.full(plan.num_pooled, num_tables, np.int64)
+    return tables, np.concatenate([own, of_pool, of_buffers])
 
 
 def _read_sizes(reader: _Reader, count: int, num_words: int) -> NDArray[np.int64]:

@@ -63,7 +63,7 @@ class UpdateStats:
     side_info_bits : int
         Header, kinds, scales, code tables, stream lengths, padding and checksum.
     structure_bits : int
-        Row and column scales (none at present).
+        Row and column factors, and which classes share tables.
     raw_bits : int
         The raw tensors' bytes.
     entropy_bits : float
@@ -121,6 +121,7 @@ def update_stats(
     tensor_code_bits: NDArray[np.float64],
     payload_bytes: int,
     code_bytes: int,
+    structure_bytes: int,
     raw_bytes: int,
 ) -> UpdateStats:
     """Put together the statistics of an update from what its stages counted."""
@@ -154,8 +155,8 @@ def update_stats(
         bits_per_parameter=payload_bits / num_parameters if num_parameters else math.nan,
         payload_bits=payload_bits,
         code_bits=8 * code_bytes,
-        side_info_bits=payload_bits - 8 * code_bytes - 8 * raw_bytes,
-        structure_bits=0,
+        side_info_bits=payload_bits - 8 * (code_bytes + structure_bytes + raw_bytes),
+        structure_bits=8 * structure_bytes,
         raw_bits=8 * raw_bytes,
         entropy_bits=float(entropies.sum()),
         sqnr_db=10.0 * math.log10(power / noise) if power > 0.0 and noise > 0.0 else math.inf,

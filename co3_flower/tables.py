@@ -13,11 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co3_flower import kernels
-from co3_flower.bitstream import CHUNK_BITS, NUM_STREAMS, Tables, pack_tables
+from co3_flower.bitstream import (
+    CHUNK_BITS,
+    NUM_STREAMS,
+    Tables,
+    pack_tables,
+    structured_bits,
+)
 from co3_flower.formats import FloatFormat
 from co3_flower.huffman import HuffmanTables
-from co3_flower.layout import Plan
+from co3_flower.layout import Layout, Plan
 from co3_flower.rans import RansTables
+from co3_flower.structure import Structure, choose_structure, is_worth_a_try
 
 LAWS = ("gennorm", "norm", "laplace")
 
@@ -109,59 +116,92 @@ class CodeTables:
     Attributes
     ----------
     tables : HuffmanTables or RansTables
-        Those of large tensors, that of the small ones, that of the buffers.
+        Those of large tensors, that of the small ones, that of the buffers; or, with a structure,
+        those of its classes, that of the buffers.
     table_of : int64 [tensors]
-        Table of each tensor in coding order.
+        Table of each tensor in coding order; with a structure, of the buffers only.
     num_own : int
-        How many of the tables are large tensors'.
-    code_bits : float64 [tensors]
-        Bits that each tensor's symbols take (for rANS their ideal).
+        How many of the tables are large tensors' or classes'.
+    structure : Structure or None
+        Classes of the coded tensors' entries.
+    num_bits : int
+        Bits of the code (for rANS their ideal), of the tables and of the structure.
+    num_code_bits : int
+        Those of the code.
     """
 
     tables: Tables
     table_of: NDArray[np.int64]
     num_own: int
-    code_bits: NDArray[np.float64]
+    structure: Structure | None
+    num_bits: int
+    num_code_bits: int
 
 
 def choose_tables(
-    plan: Plan, coded: Converted, buffers: Converted, prior: str, coder: str
+    layout: Layout,
+    plan: Plan,
+    coded: Converted,
+    buffers: Converted,
+    symbols: NDArray[np.uint8],
+    residual: NDArray[np.float32],
+    prior: str,
+    coder: str,
+    structure: str,
 ) -> list[CodeTables]:
-    """Make the code tables by a prior.
-
-    For ``auto``, they are of all priors those that may make the smallest payload.
+    """Make the code tables that the settings ask for.
 
     Parameters
     ----------
-    plan : Plan
-        Order of coding.
+    layout, plan : Layout, Plan
+        The update, and its order of coding.
     coded, buffers : Converted
         The two groups of tensors.
-    prior, coder : str
-        One of the priors and coders of `CodecConfig`.
+    symbols : uint8 [n]
+        Flat symbols.
+    residual : float32 [n]
+        What is left of each entry after conversion.
+    prior, coder, structure : str
+        As in `CodecConfig`; ``auto`` takes what is smallest.
 
     Returns
     -------
     list of CodeTables
-        One, or for ``auto`` all whose code and tables are so close that only the streams' padding
-        decides.
+        All that may make the smallest payload: of one the size is clear, of several only the
+        streams' padding decides.
     """
-    if prior != "auto":
-        return [_make_tables(plan, coded, buffers, prior, coder)]
-    choices = [_make_tables(plan, coded, buffers, each, coder) for each in ("empirical", *LAWS)]
-    sizes = [_size_bits(plan, tables) for tables in choices]
-    padding = 40 * NUM_STREAMS * (1 + min(sizes) // CHUNK_BITS)
-    return [
-        tables for tables, size in zip(choices, sizes, strict=True) if size <= min(sizes) + padding
-    ]
+    priors = ("empirical", *LAWS) if prior == "auto" else (prior,)
+    choices = [_make_tables(plan, coded, buffers, each, coder) for each in priors]
+    if structure == "auto" and is_worth_a_try(layout, plan):
+        classes, counts = choose_structure(
+            layout, plan, coded.fmt, symbols, residual, coded.scales, coded.fits[:, 3]
+        )
+        choices.append(_structured_tables(classes, counts, buffers, coder))
+    least = min(choice.num_bits for choice in choices)
+    padding = 64 * NUM_STREAMS * (1 + least // CHUNK_BITS)
+    return [choice for choice in choices if choice.num_bits <= least + padding]
+
+
+def code_bits(
+    choice: CodeTables,
+    plan: Plan,
+    coded: Converted,
+    buffers: Converted,
+    symbols: NDArray[np.uint8],
+) -> NDArray[np.float64]:
+    """Return the bits [tensors] that each tensor's symbols take (for rANS their ideal)."""
+    of_buffers = choice.table_of[choice.table_of.size - plan.num_buffers :]
+    if choice.structure is None:
+        of_coded = _code_bits(coded, choice.tables, choice.table_of[: plan.num_coded])
+    else:
+        of_coded = structured_bits(choice.tables, choice.structure, symbols)
+    return np.concatenate([of_coded, _code_bits(buffers, choice.tables, of_buffers)])
 
 
 def _make_tables(
     plan: Plan, coded: Converted, buffers: Converted, prior: str, coder: str
 ) -> CodeTables:
-    make: type[HuffmanTables] | type[RansTables] = (
-        HuffmanTables if coder == "huffman" else RansTables
-    )
+    make = _maker(coder)
     own, table_of = make.from_weights(coded.own_weights(plan.num_own, prior)).distinct()
     groups: list[Any] = [own]
     if plan.has_pool:
@@ -172,12 +212,48 @@ def _make_tables(
     num_own = own.alphabets.size
     of_pool = np.full(plan.num_pooled, num_own, np.int64)
     of_buffers = np.full(plan.num_buffers, num_own + int(plan.has_pool), np.int64)
-    table_of = np.concatenate([table_of, of_pool, of_buffers])
-    bits = [
-        _code_bits(coded, tables, table_of[: plan.num_coded]),
-        _code_bits(buffers, tables, table_of[plan.num_coded :]),
-    ]
-    return CodeTables(tables, table_of, num_own, np.concatenate(bits))
+    of_coded = np.concatenate([table_of, of_pool])
+    num_code_bits = (
+        _code_bits(coded, tables, of_coded).sum() + _code_bits(buffers, tables, of_buffers).sum()
+    )
+    num_table_bits = 8 * len(pack_tables(tables, table_of, num_own)) if tables.alphabets.size else 0
+    return CodeTables(
+        tables,
+        np.concatenate([of_coded, of_buffers]),
+        num_own,
+        None,
+        int(num_code_bits) + num_table_bits,
+        int(num_code_bits),
+    )
+
+
+def _structured_tables(
+    structure: Structure, counts: NDArray[np.int64], buffers: Converted, coder: str
+) -> CodeTables:
+    make = _maker(coder)
+    of_classes = make.from_weights(counts)
+    plan, groups = structure.plan, [of_classes]
+    if plan.has_buffers:
+        groups.append(make.from_weights(buffers.shared_weights(0, "empirical")))
+    tables: Tables = make.joined(groups)
+    of_buffers = np.full(plan.num_buffers, structure.num_tables, np.int64)
+    num_code_bits = (
+        of_classes.code_bits(counts, np.arange(structure.num_tables)).sum()
+        + _code_bits(buffers, tables, of_buffers).sum()
+    )
+    packed = pack_tables(tables, np.zeros(0, np.int64), structure.num_tables)
+    return CodeTables(
+        tables,
+        of_buffers,
+        structure.num_tables,
+        structure,
+        int(num_code_bits) + 8 * (len(packed) + len(structure.packed)),
+        int(num_code_bits),
+    )
+
+
+def _maker(coder: str) -> Any:
+    return HuffmanTables if coder == "huffman" else RansTables
 
 
 def _code_bits(
@@ -187,8 +263,3 @@ def _code_bits(
     filled = group.sizes > 0
     bits[filled] = tables.code_bits(group.counts[filled], table_of[filled])
     return bits
-
-
-def _size_bits(plan: Plan, tables: CodeTables) -> int:
-    packed = pack_tables(tables.tables, tables.table_of[: plan.num_own], tables.num_own)
-    return int(tables.code_bits.sum()) + 8 * len(packed)

@@ -1,0 +1,988 @@
+"""Numba loops of the row x column structure: no policy, no validation, no exceptions.
+
+The entries of a tensor are not alike: their spread follows rows (output channels) and columns
+(input channels, taps). Every entry gets a *class*, its expected magnitude in cells of the format,
+E|s v|, on a grid of quarter octaves that is common to all tensors; all entries of a class share one
+code table of the update. The class of entry (i, j) is row[i] + column[j]: sums of logarithms, in
+integers. A dead row or column holds zeros only and takes no code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import float32 as f32
+from numpy import int64 as i64
+from numpy import uint32 as u32
+from numpy import uint64 as u64
+
+from co3_flower.kernels import (
+    WINDOW,
+    _njit,
+    code_bit,
+    code_number,
+    law_cells,
+    put,
+    read_bit,
+    read_number,
+    tensor_at,
+    window_at,
+)
+from co3_flower.kernels_rans import (
+    FREQUENCY_BITS,
+    LOW,
+    SLOT,
+    STATE_WORDS,
+    TOTAL,
+    push,
+    refill,
+)
+
+NONE, ROW, ROW_TAP, ROW_CHANNEL_TAP, ROW_COLUMN = 0, 1, 2, 3, 4  # modes of a tensor
+CENTRE = 64  # what stands for "as the row says" in a column
+MAX_ROW = 255  # a row's class; 4 log2 E|s v| + ORIGIN
+ORIGIN = 160
+NUM_CLASSES = MAX_ROW + 2 * CENTRE
+DEAD = 512  # of a row or a column: sums from here on are the dead class
+NUM_SUMS = DEAD + DEAD + 1
+MAX_TABLES = 200  # of classes; their numbers take a byte
+DENSE = 0.02  # gain of a class from which on a sample of rows tells the modes apart
+SHAPE = 1.8  # beta of the laws by which modes are chosen: given its row and column an entry is
+# nearly normal
+
+
+# --- classes --------------------------------------------------------------------------------------
+
+
+@_njit
+def class_laws(positive, costs, gains):
+    """Bits of each magnitude under each class's law, and what a step of the grid is worth.
+
+    costs float32 [NUM_CLASSES, K // 2 + 1], sign included; gains float64 [NUM_CLASSES]: bits an
+    entry that coding with the neighbouring class's table would lose.
+    """
+    top = positive.size - 1
+    pmf = np.zeros(2 * top + 1, np.float64)
+    needed = np.ones(2 * top + 1, np.int64)
+    before = np.zeros(2 * top + 1, np.float64)
+    ratio = math.exp(math.lgamma(2.0 / SHAPE) - math.lgamma(1.0 / SHAPE))
+    for q in range(NUM_CLASSES):
+        mean = 2.0 ** ((q - ORIGIN - CENTRE) / 4.0)
+        law_cells(mean / ratio, SHAPE, 0.0, 1.0, positive, needed, pmf)
+        loss = 0.0
+        for k in range(2 * top + 1):
+            p = max(pmf[k], 1e-7)
+            if q > 0 and pmf[k] > 0.0:
+                loss += pmf[k] * math.log2(p / max(before[k], 1e-7))
+            before[k] = pmf[k]
+            if k >= top:
+                costs[q, k - top] = -math.log2(p)
+        gains[q] = max(0.0, loss)
+    gains[0] = gains[1]
+
+
+@_njit
+def magnitude_sums(symbols, residual, values, scale, unit, cols, row_sums, col_sums):
+    """Sum |v| in units of `unit` over rows and columns, in integers; v is value / scale + residual.
+
+    row_sums int64 [rows] and col_sums int64 [cols] are 0 before.
+    """
+    table = values / scale
+    factor = f32(4096.0 / unit)
+    for i in range(row_sums.size):
+        row = symbols[i * cols : (i + 1) * cols]
+        rest = residual[i * cols : (i + 1) * cols]
+        total = i64(0)
+        for j in range(cols):
+            t = i64(min(abs(table[row[j]] + rest[j]) * factor, f32(1e9)))
+            total += t
+            col_sums[j] += t
+        row_sums[i] = total
+
+
+@_njit
+def live_flags(symbols, cols, zero, row_live, col_live):
+    """Set row_live [rows] and col_live [cols] to 1 where a symbol other than zero occurs."""
+    for i in range(row_live.size):
+        row = symbols[i * cols : (i + 1) * cols]
+        for j in range(cols):
+            if row[j] != zero:
+                row_live[i] = 1
+                col_live[j] = 1
+
+
+@_njit
+def log_class(mean):
+    """Quarter octaves of a mean magnitude in cells."""
+    return 4.0 * math.log2(max(mean, 1e-12))
+
+
+@_njit
+def round_to(x, step):
+    """Round x to the nearest multiple of step."""
+    return i64(math.floor(x / step + 0.5)) * step
+
+
+@_njit
+def best_step(num, entries, gain, spread):
+    """Return 1, 2 or 4 quarter octaves: the step below which coding finer no longer pays.
+
+    A step h loses gain * h**2 / 12 bits an entry; half the step takes a bit more for each of `num`
+    factors, each of which governs entries / num entries.
+    """
+    per_factor = entries / max(1, num)
+    best, least = i64(1), 1e300
+    for step in (1, 2, 4):
+        cost = per_factor * gain * step * step / 12.0 + math.log2(1.0 + 2.0 * spread / step)
+        if cost < least:
+            best, least = i64(step), cost
+    return best
+
+
+@_njit
+def spread_of(logs, live):
+    """Return the standard deviation of the live ones."""
+    n, total, square = 0, 0.0, 0.0
+    for i in range(logs.size):
+        if live[i]:
+            n += 1
+            total += logs[i]
+            square += logs[i] * logs[i]
+    if n == 0:
+        return 0.0
+    return math.sqrt(max(0.0, square / n - (total / n) ** 2))
+
+
+@_njit
+def set_factors(logs, live, step, base, low, high, out):
+    """Round log factors to base + multiples of step within [low, high]; dead ones to DEAD."""
+    for i in range(logs.size):
+        if live[i]:
+            value = base + round_to(logs[i] - base, step)
+            while value < low:
+                value += step
+            while value > high:
+                value -= step
+            out[i] = value
+        else:
+            out[i] = DEAD
+
+
+@_njit
+def settle_factors(logs, live, per_factor, gains, offset, out):
+    """Move factors to values that are cheaper to send where the code loses less than that saves.
+
+    A factor that is off by d quarter octaves loses d**2 * gain bits on each of the `per_factor`
+    entries that it governs; a value's bits are those of its share among the factors.
+    """
+    bits = np.zeros(MAX_ROW + 1, np.float64)
+    for _ in range(2):
+        counts = np.zeros(MAX_ROW + 1, np.int64)
+        n, low, high = 0, MAX_ROW, 0
+        for i in range(out.size):
+            if live[i]:
+                value = i64(out[i])
+                counts[value] += 1
+                n += 1
+                low, high = min(low, value), max(high, value)
+        for value in range(low, high + 1):
+            bits[value] = math.log2(n / counts[value]) if counts[value] > 0 else 1e300
+        for i in range(out.size):
+            if not live[i]:
+                continue
+            at = min(NUM_CLASSES - 1, max(0, i64(logs[i]) + offset))
+            weight = per_factor * gains[at]
+            best, least = i64(out[i]), 1e300
+            for value in range(low, high + 1):
+                cost = weight * (logs[i] - value) ** 2 + bits[value]
+                if cost < least:
+                    best, least = i64(value), cost
+            out[i] = best
+
+
+@_njit
+def structure_cost(symbols, cols, zero, row_class, col_class, costs, every):
+    """Bits of the symbols of every so many rows under the classes' laws; dead entries cost none."""
+    total = 0.0
+    rows = row_class.size
+    for i in range(0, rows, every):
+        r = i64(row_class[i])
+        if r >= DEAD:
+            continue
+        row = symbols[i * cols : (i + 1) * cols]
+        part = f32(0.0)
+        for j in range(cols):
+            q = r + i64(col_class[j])
+            if q < NUM_CLASSES:
+                position = i64(row[j]) - zero
+                part += costs[q, position if position >= 0 else -position]
+        total += part
+    return total * rows / ((rows + every - 1) // every)
+
+
+@_njit
+def factor_bits(values, step):
+    """Roughly the bits that factors take: the entropy of their values, and a bit for dead ones."""
+    counts = np.zeros(DEAD + 1, np.int64)
+    for i in range(values.size):
+        counts[values[i]] += 1
+    bits = 8.0
+    for k in range(DEAD + 1):
+        if counts[k] > 0:
+            bits += counts[k] * math.log2(values.size / counts[k]) + 1.0
+    return bits
+
+
+@_njit
+def choose_mode(
+    symbols,
+    residual,
+    values,
+    scale,
+    unit,
+    rows,
+    cols,
+    taps,
+    costs,
+    gains,
+    row_class,
+    col_class,
+    tap_class,
+    sent,
+):
+    """Choose how the classes of one tensor are given, and set them.
+
+    row_class uint16 [rows], col_class uint16 [cols] and tap_class uint16 [taps] receive the factors
+    as sent: for ROW_CHANNEL_TAP, col_class[c * taps] is channel c's and tap_class the taps'. sent
+    int64 [3] gets the steps of rows and of columns, and the base of the rows. Returns the mode; for
+    NONE, row_class[0] is the tensor's.
+    """
+    zero = values.size // 2
+    row_sums, col_sums = np.zeros(rows, np.int64), np.zeros(cols, np.int64)
+    row_live, col_live = np.zeros(rows, np.uint8), np.zeros(cols, np.uint8)
+    live_flags(symbols, cols, zero, row_live, col_live)
+    if row_live.sum() == 0:
+        row_class[0] = DEAD
+        return NONE
+    magnitude_sums(symbols, residual, values, scale, unit, cols, row_sums, col_sums)
+    cells = np.float64(scale) * unit / 4096.0
+    whole = float(row_sums.sum()) * cells
+    level = log_class(whole / (rows * cols))
+    base = min(MAX_ROW, max(0, i64(math.floor(level + ORIGIN + 0.5))))
+    if rows == 1 or cols == 1 or rows * cols < 256:
+        row_class[0] = base
+        return NONE
+    every = 8 if rows >= 64 and rows * cols >= 65536 and gains[base + CENTRE] > DENSE else 1
+    flat_rows, flat_cols = np.full(rows, base, np.uint16), np.full(cols, CENTRE, np.uint16)
+    best = structure_cost(symbols, cols, zero, flat_rows, flat_cols, costs, every)
+    mode = NONE
+    n_rows, n_cols, channels = i64(row_live.sum()), i64(col_live.sum()), cols // taps
+
+    row_logs = np.zeros(rows, np.float64)
+    for i in range(rows):
+        row_logs[i] = log_class(row_sums[i] * cells / max(1, n_cols)) + ORIGIN
+    gain = gains[min(NUM_CLASSES - 1, max(0, base + CENTRE))]
+    live_entries = float(n_rows) * n_cols
+    row_step = best_step(n_rows, live_entries, gain, spread_of(row_logs, row_live))
+    try_rows = np.zeros(rows, np.uint16)
+    set_factors(row_logs, row_live, row_step, base, 0, MAX_ROW, try_rows)
+    settle_factors(row_logs, row_live, live_entries / max(1, n_rows), gains, CENTRE, try_rows)
+    row_bits = factor_bits(try_rows, row_step)
+    cost = structure_cost(symbols, cols, zero, try_rows, flat_cols, costs, every) + row_bits
+    if cost < best:
+        best, mode = cost, ROW
+
+    channel_sums, tap_sums = np.zeros(channels, np.int64), np.zeros(taps, np.int64)
+    channel_live, tap_live = np.zeros(channels, np.uint8), np.zeros(taps, np.uint8)
+    for j in range(cols):
+        channel_sums[j // taps] += col_sums[j]
+        tap_sums[j % taps] += col_sums[j]
+        channel_live[j // taps] |= col_live[j]
+        tap_live[j % taps] |= col_live[j]
+    n_channels, n_taps = i64(channel_live.sum()), i64(tap_live.sum())
+    channel_logs, tap_logs = np.zeros(channels, np.float64), np.zeros(taps, np.float64)
+    for c in range(channels):
+        channel_logs[c] = log_class(channel_sums[c] * max(1, n_channels) * cells / whole) + CENTRE
+    for k in range(taps):
+        tap_logs[k] = log_class(tap_sums[k] * max(1, n_taps) * cells / whole) + CENTRE
+    low, high = CENTRE // 2, CENTRE + CENTRE // 2 - 1  # so that a channel and a tap add up in range
+    try_taps, both = np.zeros(taps, np.uint16), np.zeros(cols, np.uint16)
+    set_factors(tap_logs, tap_live, i64(1), CENTRE, low, high, try_taps)
+    tap_bits = factor_bits(try_taps, i64(1)) if taps > 1 else 0.0
+    if taps > 1:
+        join_factors(np.full(channels, CENTRE, np.uint16), try_taps, both)
+        bits = row_bits + tap_bits
+        cost = structure_cost(symbols, cols, zero, try_rows, both, costs, every) + bits
+        if cost < best:
+            best, mode = cost, ROW_TAP
+    channel_step = best_step(n_channels, live_entries, gain, spread_of(channel_logs, channel_live))
+    try_channels = np.zeros(channels, np.uint16)
+    set_factors(channel_logs, channel_live, channel_step, CENTRE, low, high, try_channels)
+    settle_factors(
+        channel_logs, channel_live, live_entries / max(1, n_channels), gains, base, try_channels
+    )
+    join_factors(try_channels, try_taps, both)
+    bits = row_bits + factor_bits(try_channels, channel_step) + tap_bits
+    cost = structure_cost(symbols, cols, zero, try_rows, both, costs, every) + bits
+    if cost < best:
+        best, mode = cost, ROW_CHANNEL_TAP
+    try_cols, col_step = try_channels, channel_step
+    if taps > 1:
+        col_logs = np.zeros(cols, np.float64)
+        for j in range(cols):
+            col_logs[j] = log_class(col_sums[j] * max(1, n_cols) * cells / whole) + CENTRE
+        col_step = best_step(n_cols, live_entries, gain, spread_of(col_logs, col_live))
+        try_cols = np.zeros(cols, np.uint16)
+        set_factors(col_logs, col_live, col_step, CENTRE, 0, 2 * CENTRE - 1, try_cols)
+        settle_factors(col_logs, col_live, live_entries / max(1, n_cols), gains, base, try_cols)
+        bits = row_bits + factor_bits(try_cols, col_step)
+        cost = structure_cost(symbols, cols, zero, try_rows, try_cols, costs, every) + bits
+        if cost < best:
+            best, mode = cost, ROW_COLUMN
+
+    if mode == NONE:
+        row_class[0] = base
+        return NONE
+    row_class[:] = try_rows
+    sent[0], sent[2] = row_step, base
+    if mode in (ROW_TAP, ROW_CHANNEL_TAP):
+        tap_class[:] = try_taps
+    if mode == ROW_CHANNEL_TAP:
+        for c in range(channels):
+            col_class[c * taps] = try_channels[c]
+        sent[1] = channel_step
+    elif mode == ROW_COLUMN:
+        col_class[:] = try_cols
+        sent[1] = col_step
+    return mode
+
+
+@_njit
+def join_factors(channel_class, tap_class, col_class):
+    """Column classes [channels * taps] from those of channels and of taps; dead where either is."""
+    taps = tap_class.size
+    for c in range(channel_class.size):
+        for k in range(taps):
+            a, b = i64(channel_class[c]), i64(tap_class[k])
+            joint = min(MAX_ROW, max(0, a + b - CENTRE))
+            col_class[c * taps + k] = DEAD if a >= DEAD or b >= DEAD else joint
+
+
+@_njit
+def count_classes(symbols, cols, row_class, col_class, counts):
+    """Count the symbols of one tensor by class into int64 counts [NUM_CLASSES, K]."""
+    for i in range(row_class.size):
+        r = i64(row_class[i])
+        if r >= DEAD:
+            continue
+        row = symbols[i * cols : (i + 1) * cols]
+        for j in range(cols):
+            q = r + i64(col_class[j])
+            if q < DEAD:
+                counts[q, row[j]] += 1
+
+
+# --- factors on the wire --------------------------------------------------------------------------
+#
+# One adaptive binary code for all tensors (see `kernels.code_bit`). Deviations go in zigzag order,
+# in unary up to ESCAPE; contexts know the kind of factor and how far the last two lay from zero.
+
+ROWS, CHANNELS, TAPS, COLUMNS = 0, 1, 2, 3  # kinds of factors
+ESCAPE = 20
+NUMBER_BITS = 10  # of what is beyond
+DEAD_CONTEXTS = 0  # [kind, was the last dead]
+MODE_CONTEXTS = 16  # [mode bits]
+STEP_CONTEXTS = 32  # [kind, bits]
+STATE_CONTEXTS = 64  # [kind, last two, unary step]
+NUM_STATES = 5
+NUMBERS_AT = STATE_CONTEXTS + 4 * NUM_STATES * (ESCAPE + 1)
+NUM_CONTEXTS = 1024 + (1 << NUMBER_BITS)  # `code_number` uses those from 1,024 on
+
+
+@_njit
+def new_odds():
+    """Contexts that know nothing yet."""
+    return np.full(NUM_CONTEXTS, 32768, np.int64)
+
+
+@_njit
+def state_context(kind, near, step):
+    """Context of one more unary step, given how far the last two factors were from zero."""
+    level = near if near < 3 else 3 if near < 6 else 4
+    return STATE_CONTEXTS + (kind * NUM_STATES + level) * (ESCAPE + 1) + step
+
+
+@_njit
+def code_step(step, kind, odds, state, data):
+    """Code a step of 1, 2 or 4."""
+    code_bit(1 if step > 1 else 0, odds, STEP_CONTEXTS + 2 * kind, state, data)
+    if step > 1:
+        code_bit(1 if step > 2 else 0, odds, STEP_CONTEXTS + 2 * kind + 1, state, data)
+
+
+@_njit
+def read_step(kind, odds, state, data):
+    """Read a step; see `code_step`."""
+    if read_bit(odds, STEP_CONTEXTS + 2 * kind, state, data) == 0:
+        return i64(1)
+    return i64(4) if read_bit(odds, STEP_CONTEXTS + 2 * kind + 1, state, data) else i64(2)
+
+
+@_njit
+def code_factors(values, stride, base, step, kind, odds, state, data):
+    """Code every stride-th of uint16 values: dead, or base + a multiple of step."""
+    last_dead, one, two = 0, i64(1), i64(1)
+    for i in range(0, values.size, stride):
+        dead = 1 if values[i] >= DEAD else 0
+        code_bit(dead, odds, DEAD_CONTEXTS + 2 * kind + last_dead, state, data)
+        last_dead = dead
+        if dead:
+            continue
+        difference = (i64(values[i]) - base) // step
+        number = 2 * difference if difference >= 0 else -2 * difference - 1
+        near = one + two
+        for u in range(min(number, ESCAPE)):
+            code_bit(1, odds, state_context(kind, near, u), state, data)
+        if number < ESCAPE:
+            code_bit(0, odds, state_context(kind, near, number), state, data)
+        else:
+            code_number(number - ESCAPE, NUMBER_BITS, odds, state, data)
+        two = one
+        one = abs(difference)
+
+
+@_njit
+def read_factors(values, stride, base, step, kind, odds, state, data):
+    """Read what `code_factors` wrote; tells whether all are in [0, MAX_ROW] or dead."""
+    last_dead, one, two = 0, i64(1), i64(1)
+    for i in range(0, values.size, stride):
+        last_dead = read_bit(odds, DEAD_CONTEXTS + 2 * kind + last_dead, state, data)
+        if last_dead:
+            values[i] = DEAD
+            continue
+        number, near = i64(0), one + two
+        while number < ESCAPE and read_bit(odds, state_context(kind, near, number), state, data):
+            number += 1
+        if number == ESCAPE:
+            number += read_number(NUMBER_BITS, odds, state, data)
+        difference = number // 2 if number % 2 == 0 else -(number + 1) // 2
+        value = base + difference * step
+        if value < 0 or value > MAX_ROW:
+            return False
+        values[i] = value
+        two = one
+        one = abs(difference)
+    return True
+
+
+@_njit
+def code_mode(mode, odds, state, data):
+    """Code a mode in unary."""
+    for m in range(min(mode, ROW_COLUMN)):
+        code_bit(1, odds, MODE_CONTEXTS + m, state, data)
+    if mode < ROW_COLUMN:
+        code_bit(0, odds, MODE_CONTEXTS + mode, state, data)
+
+
+@_njit
+def read_mode(odds, state, data):
+    """Read a mode; see `code_mode`."""
+    mode = 0
+    while mode < ROW_COLUMN and read_bit(odds, MODE_CONTEXTS + mode, state, data):
+        mode += 1
+    return mode
+
+
+@_njit
+def code_tensor(mode, row_class, col_class, tap_class, sent, odds, state, data):
+    """Code how the classes of one tensor are given (see `choose_mode`)."""
+    code_mode(mode, odds, state, data)
+    if mode == NONE:
+        dead = 1 if row_class[0] >= DEAD else 0
+        code_bit(dead, odds, MODE_CONTEXTS + 8, state, data)
+        if not dead:
+            code_number(i64(row_class[0]), 8, odds, state, data)
+        return
+    base = sent[2]
+    code_number(base, 8, odds, state, data)
+    code_step(sent[0], ROWS, odds, state, data)
+    code_factors(row_class, 1, base, sent[0], ROWS, odds, state, data)
+    if mode == ROW_CHANNEL_TAP:
+        code_step(sent[1], CHANNELS, odds, state, data)
+        code_factors(col_class, tap_class.size, CENTRE, sent[1], CHANNELS, odds, state, data)
+    if (mode in (ROW_TAP, ROW_CHANNEL_TAP)) and tap_class.size > 1:
+        code_factors(tap_class, 1, CENTRE, 1, TAPS, odds, state, data)
+    if mode == ROW_COLUMN:
+        code_step(sent[1], COLUMNS, odds, state, data)
+        code_factors(col_class, 1, CENTRE, sent[1], COLUMNS, odds, state, data)
+
+
+@_njit
+def read_tensor(row_class, col_class, tap_class, odds, state, data):
+    """Read what `code_tensor` wrote, columns joined; returns the mode, or -1 where it is unsound.
+
+    col_class [channels * taps] is complete afterwards. For NONE, only row_class[0] is set.
+    """
+    mode = read_mode(odds, state, data)
+    if mode == NONE:
+        row_class[0] = DEAD
+        if read_bit(odds, MODE_CONTEXTS + 8, state, data) == 0:
+            row_class[0] = read_number(8, odds, state, data)
+        return mode
+    base = read_number(8, odds, state, data)
+    step = read_step(ROWS, odds, state, data)
+    sound = read_factors(row_class, 1, base, step, ROWS, odds, state, data)
+    col_class[:] = CENTRE
+    if mode == ROW_COLUMN:
+        step = read_step(COLUMNS, odds, state, data)
+        sound &= read_factors(col_class, 1, CENTRE, step, COLUMNS, odds, state, data)
+        return mode if sound else -1
+    taps = tap_class.size
+    if mode == ROW_CHANNEL_TAP:
+        step = read_step(CHANNELS, odds, state, data)
+        sound &= read_factors(col_class, taps, CENTRE, step, CHANNELS, odds, state, data)
+    if mode != ROW and taps > 1:
+        sound &= read_factors(tap_class, 1, CENTRE, 1, TAPS, odds, state, data)
+        join_factors(col_class[::taps].copy(), tap_class, col_class)
+    return mode if sound else -1
+
+
+@_njit
+def choose_structure(
+    symbols,
+    residual,
+    offsets,
+    scales,
+    units,
+    rows,
+    cols,
+    taps,
+    values,
+    costs,
+    gains,
+    row_at,
+    row_class,
+    col_at,
+    col_class,
+    modes,
+    counts,
+    data,
+    state,
+    odds,
+):
+    """Choose the modes of all coded tensors, code them into data, and count symbols by class.
+
+    row_class and col_class are flat, tensor t's from row_at[t] and col_at[t] on; the columns are
+    joined afterwards. Returns the bytes so far; the class map follows.
+    """
+    sent = np.zeros(3, np.int64)
+    for t in range(rows.size):
+        begin, end = offsets[t], offsets[t + 1]
+        if end == begin:
+            continue
+        of_rows = row_class[row_at[t] : row_at[t + 1]]
+        of_cols = col_class[col_at[t] : col_at[t + 1]]
+        of_taps = np.zeros(taps[t], np.uint16)
+        of_cols[:] = CENTRE
+        part = symbols[begin:end]
+        mode = choose_mode(
+            part,
+            residual[begin:end],
+            values,
+            scales[t],
+            units[t],
+            rows[t],
+            cols[t],
+            taps[t],
+            costs,
+            gains,
+            of_rows,
+            of_cols,
+            of_taps,
+            sent,
+        )
+        code_tensor(mode, of_rows, of_cols, of_taps, sent, odds, state, data)
+        modes[t] = mode
+        if mode == NONE:
+            of_rows[:] = of_rows[0]
+        elif mode in (ROW_TAP, ROW_CHANNEL_TAP):
+            join_factors(of_cols[:: taps[t]].copy(), of_taps, of_cols)
+        count_classes(part, cols[t], of_rows, of_cols, counts)
+
+
+@_njit
+def read_structure(offsets, taps, row_at, row_class, col_at, col_class, modes, class_map, data):
+    """Read what `choose_structure` and `code_class_map` wrote.
+
+    Returns the number of tables and -1, or 0 and the first tensor that is unsound.
+    """
+    odds = new_odds()
+    state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
+    for b in range(4):
+        state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    for t in range(modes.size):
+        if offsets[t + 1] == offsets[t]:
+            continue
+        mode = read_tensor(
+            row_class[row_at[t] : row_at[t + 1]],
+            col_class[col_at[t] : col_at[t + 1]],
+            np.zeros(taps[t], np.uint16),
+            odds,
+            state,
+            data,
+        )
+        if mode < 0:
+            return 0, t
+        modes[t] = mode
+    return read_class_map(class_map, odds, state, data), -1
+
+
+@_njit
+def code_class_map(class_map, odds, state, data):
+    """Code which table each class uses: ascending, each the same as the last one's or the next."""
+    for q in range(1, class_map.size):
+        new = 1 if class_map[q] != class_map[q - 1] else 0
+        code_bit(new, odds, MODE_CONTEXTS + 9, state, data)
+
+
+@_njit
+def read_class_map(class_map, odds, state, data):
+    """Read what `code_class_map` wrote; returns the number of tables."""
+    class_map[0] = 0
+    for q in range(1, class_map.size):
+        class_map[q] = class_map[q - 1] + read_bit(odds, MODE_CONTEXTS + 9, state, data)
+    return i64(class_map[class_map.size - 1]) + 1
+
+
+@_njit
+def entropy_of(counts):
+    """Entropy in bits of symbols counted in [K], times their number."""
+    total, bits = 0.0, 0.0
+    for k in range(counts.size):
+        if counts[k] > 0:
+            total += counts[k]
+            bits -= counts[k] * math.log2(float(counts[k]))
+    return bits + total * math.log2(total) if total > 0.0 else 0.0
+
+
+@_njit
+def merge_classes(counts, symbol_bits, class_map):
+    """Let neighbouring classes share a table where that costs less code than a table takes.
+
+    A table takes about symbol_bits for each magnitude in use. class_map uint8 [NUM_CLASSES] gets
+    ascending table numbers from 0.
+    """
+    n, k_max = counts.shape
+    used = np.flatnonzero(counts.sum(axis=1))
+    groups = used.size
+    merged = counts[used].copy()
+    firsts = used.copy()
+    own = np.zeros(groups, np.float64)
+    for g in range(groups):
+        own[g] = entropy_of(merged[g])
+    joint = np.zeros(groups, np.float64)
+    for g in range(groups - 1):
+        joint[g] = entropy_of(merged[g] + merged[g + 1])
+    while groups > 1:
+        best, saving = -1, 0.0
+        for g in range(groups - 1):
+            in_use = 0
+            for k in range(k_max // 2, k_max):
+                in_use += merged[g, k] > 0 or merged[g, k_max - 1 - k] > 0
+            gain = 8.0 + symbol_bits * in_use - (joint[g] - own[g] - own[g + 1])
+            if gain > saving or (best < 0 and groups > MAX_TABLES):
+                best, saving = g, gain
+        if best < 0:
+            break
+        merged[best] += merged[best + 1]
+        own[best] = joint[best]
+        for g in range(best + 1, groups - 1):
+            merged[g] = merged[g + 1]
+            own[g] = own[g + 1]
+            joint[g] = joint[g + 1]
+            firsts[g] = firsts[g + 1]
+        groups -= 1
+        for g in (best - 1, best):
+            if 0 <= g < groups - 1:
+                joint[g] = entropy_of(merged[g] + merged[g + 1])
+    table = -1
+    for q in range(n):
+        while table + 1 < groups and firsts[table + 1] <= q:
+            table += 1
+        class_map[q] = max(0, table)
+
+
+# --- symbols, each with the table of its class ----------------------------------------------------
+
+
+@_njit
+def fill_keys(
+    begin,
+    end,
+    offsets,
+    num_coded,
+    modes,
+    cols,
+    row_at,
+    row_class,
+    col_at,
+    col_class,
+    sum_map,
+    other,
+    width,
+    out,
+):
+    """First position (table * width) in flat tables [tables, width] for each entry of begin..end-1.
+
+    `sum_map` [NUM_SUMS] gives the table of a sum of row and column class; tensors from num_coded
+    on use the table `other`.
+    """
+    t = tensor_at(offsets, begin)
+    i = begin
+    while i < end:
+        stop = min(end, offsets[t + 1])
+        if t >= num_coded:
+            out[i - begin : stop - begin] = other * width
+        elif modes[t] == NONE:
+            out[i - begin : stop - begin] = i64(sum_map[row_class[row_at[t]] + CENTRE]) * width
+        else:
+            columns = col_class[col_at[t] : col_at[t + 1]]
+            n = cols[t]
+            while i < stop:
+                row, first = (i - offsets[t]) // n, (i - offsets[t]) % n
+                count = min(n - first, stop - i)
+                r = i64(row_class[row_at[t] + row])
+                part = out[i - begin : i - begin + count]
+                chosen = columns[first : first + count]
+                for j in range(count):
+                    part[j] = i64(sum_map[r + i64(chosen[j])]) * width
+                i += count
+        i = stop
+        t += 1
+
+
+@_njit
+def encode_rans(begin, end, symbols, keys, freqs, reciprocals, shifts, starts, words):
+    """`kernels_rans.encode_chunk` with a table an entry: keys [end - begin], flat tables."""
+    x0 = x1 = x2 = x3 = i64(LOW)
+    w = i64(words.size)
+    part = symbols[begin:end]
+    i = part.size - 1
+    while i >= 0 and i & 3 != 3:
+        k = i64(keys[i]) + part[i]
+        if i & 3 == 0:
+            x0, w = push(x0, k, freqs, reciprocals, shifts, starts, words, w)
+        elif i & 3 == 1:
+            x1, w = push(x1, k, freqs, reciprocals, shifts, starts, words, w)
+        else:
+            x2, w = push(x2, k, freqs, reciprocals, shifts, starts, words, w)
+        i -= 1
+    while i >= 3:
+        k3, k2 = i64(keys[i]) + part[i], i64(keys[i - 1]) + part[i - 1]
+        k1, k0 = i64(keys[i - 2]) + part[i - 2], i64(keys[i - 3]) + part[i - 3]
+        x3, w = push(x3, k3, freqs, reciprocals, shifts, starts, words, w)
+        x2, w = push(x2, k2, freqs, reciprocals, shifts, starts, words, w)
+        x1, w = push(x1, k1, freqs, reciprocals, shifts, starts, words, w)
+        x0, w = push(x0, k0, freqs, reciprocals, shifts, starts, words, w)
+        i -= 4
+    for x in (x3, x2, x1, x0):
+        words[w - 1] = np.uint16(x >> 16)
+        words[w - 2] = np.uint16(x & 0xFFFF)
+        w -= 2
+    return w
+
+
+@_njit
+def pull_key(x, at, symbol_of, steps, width):
+    """Decode one symbol with flat tables; `at` is the table's number."""
+    slot = x & SLOT
+    symbol = symbol_of[at * TOTAL + slot]
+    step = i64(steps[at * width + symbol])
+    return (step & 0xFFFF) * (x >> FREQUENCY_BITS) + slot - (step >> 16), symbol
+
+
+@_njit
+def decode_rans(begin, end, words, w, last, keys, symbol_of, steps, width, out):
+    """`kernels_rans.decode_chunk` with a table an entry: keys hold table numbers."""
+    if last - w < STATE_WORDS:
+        return False
+    x0 = i64(words[w]) | (i64(words[w + 1]) << 16)
+    x1 = i64(words[w + 2]) | (i64(words[w + 3]) << 16)
+    x2 = i64(words[w + 4]) | (i64(words[w + 5]) << 16)
+    x3 = i64(words[w + 6]) | (i64(words[w + 7]) << 16)
+    w += STATE_WORDS
+    if max(max(x0, x1), max(x2, x3)) >= LOW << 16 or min(min(x0, x1), min(x2, x3)) < LOW:
+        return False
+    part = out[begin:end]
+    i = 0
+    while i + 4 <= part.size and w + 4 <= last:
+        x0, s0 = pull_key(x0, i64(keys[i]), symbol_of, steps, width)
+        x1, s1 = pull_key(x1, i64(keys[i + 1]), symbol_of, steps, width)
+        x2, s2 = pull_key(x2, i64(keys[i + 2]), symbol_of, steps, width)
+        x3, s3 = pull_key(x3, i64(keys[i + 3]), symbol_of, steps, width)
+        part[i], part[i + 1], part[i + 2], part[i + 3] = s0, s1, s2, s3
+        x0, w = refill(x0, words, w)
+        x1, w = refill(x1, words, w)
+        x2, w = refill(x2, words, w)
+        x3, w = refill(x3, words, w)
+        i += 4
+    while i < part.size:
+        x = x0
+        x, symbol = pull_key(x, i64(keys[i]), symbol_of, steps, width)
+        part[i] = symbol
+        if x < LOW:
+            if w >= last:
+                return False
+            x, w = refill(x, words, w)
+        x0, x1, x2, x3 = x1, x2, x3, x  # the next symbol's state comes first
+        i += 1
+    return w == last and x0 == LOW and x1 == LOW and x2 == LOW and x3 == LOW
+
+
+@_njit
+def encode_huffman(begin, end, symbols, keys, entries, words, w):
+    """Code one stream with a table an entry (keys [end - begin], flat entries)."""
+    acc, num_bits = u64(0), u64(0)
+    part = symbols[begin:end]
+    for i in range(part.size):
+        w, acc, num_bits = put(words, w, acc, num_bits, entries[i64(keys[i]) + part[i]])
+    if num_bits > u64(0):
+        words[w] = u32(acc & u64(0xFFFFFFFF))
+        w += 1
+    return w
+
+
+@_njit
+def decode_huffman(begin, end, words, p, keys, single, out):
+    """Decode one stream from bit p with a table an entry; returns the bit behind it."""
+    part = out[begin:end]
+    limit = 32 * (words.size - 1) - 1
+    i = 0
+    while i < part.size and p <= limit:
+        window = i64(window_at(words, p) & WINDOW)
+        entry = i64(single[keys[i], window])
+        part[i] = entry & 255
+        p += entry >> 8
+        i += 1
+    while i < part.size:  # only tables of a single symbol need no bits of what is not there
+        entry = i64(single[keys[i], 0])
+        part[i] = entry & 255
+        p += entry >> 8
+        i += 1
+    return p
+
+
+@_njit
+def encode_chunks(
+    first,
+    last,
+    chunk_symbols,
+    num_streams,
+    symbols,
+    layout,
+    sum_map,
+    other,
+    width,
+    rans_tables,
+    entries,
+    scratch,
+    words16,
+    words32,
+    sizes,
+):
+    """Code chunks first..last-1, each entry with the table of its class; returns how many words.
+
+    With num_streams 0 it is rANS (into uint16 words16), else Huffman codes (into words32).
+    """
+    offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class = layout
+    freqs, reciprocals, shifts, starts = rans_tables
+    keys = np.zeros(chunk_symbols, np.uint32)
+    used = i64(0)
+    for c in range(first, last):
+        begin = c * chunk_symbols
+        end = min(symbols.size, begin + chunk_symbols)
+        fill_keys(
+            begin, end, offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class,
+            sum_map, other, width, keys,
+        )  # fmt: skip
+        if num_streams == 0:
+            w = encode_rans(begin, end, symbols, keys, freqs, reciprocals, shifts, starts, scratch)
+            n = scratch.size - w
+            words16[used : used + n] = scratch[w:]
+            sizes[c] = n
+            used += n
+        else:
+            size = end - begin
+            for k in range(num_streams):
+                a, b = size * k // num_streams, size * (k + 1) // num_streams
+                w = encode_huffman(begin + a, begin + b, symbols, keys[a:b], entries, words32, used)
+                sizes[c * num_streams + k] = w - used
+                used = w
+    return used
+
+
+@_njit
+def decode_chunks(
+    first,
+    last,
+    chunk_symbols,
+    num_streams,
+    words,
+    starts,
+    layout,
+    sum_map,
+    other,
+    width,
+    symbol_of,
+    steps,
+    single,
+    out,
+):
+    """Decode chunks first..last-1; returns the first stream that is not sound, or -1.
+
+    With num_streams 0 it is rANS, else Huffman codes.
+    """
+    offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class = layout
+    keys = np.zeros(chunk_symbols, np.uint32)
+    for c in range(first, last):
+        begin = c * chunk_symbols
+        end = min(out.size, begin + chunk_symbols)
+        fill_keys(
+            begin, end, offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class,
+            sum_map, other, 1, keys,
+        )  # fmt: skip
+        if num_streams == 0:
+            if not decode_rans(
+                begin, end, words, starts[c], starts[c + 1], keys, symbol_of, steps, width, out
+            ):
+                return c
+        else:
+            size = end - begin
+            for k in range(num_streams):
+                stream = c * num_streams + k
+                a, b = size * k // num_streams, size * (k + 1) // num_streams
+                p = decode_huffman(
+                    begin + a, begin + b, words, 32 * starts[stream], keys[a:b], single, out
+                )
+                if (p + 31) >> 5 != starts[stream + 1]:
+                    return stream
+    return -1
+
+
+@_njit
+def tensor_bits(symbols, layout, sum_map, width, table_bits, bits):
+    """Bits float64 [coded tensors], given those of each table's symbols [tables, width]."""
+    offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class = layout
+    keys = np.zeros(4096, np.uint32)
+    flat = table_bits.reshape(-1)
+    for t in range(num_coded):
+        for begin in range(offsets[t], offsets[t + 1], 4096):
+            end = min(begin + 4096, offsets[t + 1])
+            fill_keys(
+                begin, end, offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class,
+                sum_map, 0, width, keys,
+            )  # fmt: skip
+            part = symbols[begin:end]
+            for i in range(part.size):
+                bits[t] += flat[keys[i] + part[i]]
