@@ -20,11 +20,26 @@ from numpy.typing import NDArray
 from co3_flower.codec import accumulate_update, decode_update
 from co3_flower.errors import PayloadError
 from co3_flower.nodes import RoundError
+from co3_flower.records import values_of
 from co3_flower.replies import TrainReply
 from co3_flower.roles import TensorRoles
 
 Arrays = dict[str, NDArray[Any]]
 Float32s = dict[str, NDArray[np.float32]]
+
+_MAX_ENTRY = 2.0**90  # of a decoded update: no honest one comes near
+_MAX_WEIGHTED = 2.0**110  # times its weight: 2**17 replies still add up to a float32
+
+
+def largest_entry(weight: int) -> float:
+    """Return the magnitude beyond which an entry of a reply of this weight is refused.
+
+    Examples
+    --------
+    >>> largest_entry(1) == 2.0**90, largest_entry(2**40) == 2.0**70
+    (True, True)
+    """
+    return min(_MAX_ENTRY, _MAX_WEIGHTED / weight)
 
 
 @dataclasses.dataclass
@@ -59,7 +74,12 @@ class UpdateSum:
         start = time.perf_counter()
         try:
             raw = accumulate_update(
-                reply.payload, self.total, weight, like=self.roles.like, num_threads=num_threads
+                reply.payload,
+                self.total,
+                weight,
+                like=self.roles.like,
+                num_threads=num_threads,
+                max_magnitude=largest_entry(weight),
             )
         except PayloadError as error:
             return self.refuse(reply, str(error))
@@ -131,7 +151,12 @@ def decode_replies(
     for reply, weight in zip(replies, weights, strict=True):
         start = time.perf_counter()
         try:
-            decoded = decode_update(reply.payload, roles.like, num_threads=num_threads)
+            decoded = decode_update(
+                reply.payload,
+                roles.like,
+                num_threads=num_threads,
+                max_magnitude=largest_entry(weight),
+            )
         except PayloadError as error:
             result.refuse(reply, str(error))
             continue
@@ -160,7 +185,7 @@ def apply_step(
 
 def find_nonnegative(arrays: ArrayRecord, roles: TensorRoles) -> frozenset[str]:
     """Return the float buffers that start at 0 or above: variances, not means (all 0 at first)."""
-    floats = {n: arrays[n].numpy() for n in roles.buffer_names if n in roles.floats}
+    floats = {n: values_of(arrays[n]) for n in roles.buffer_names if n in roles.floats}
     return frozenset(n for n, value in floats.items() if (value >= 0).all() and (value > 0).any())
 
 
@@ -203,9 +228,9 @@ def next_model(
         if trained is not None and name in trainable:
             value = trained[name]
         elif name in trainable:
-            value = apply_step(arrays[name].numpy(), total.total.pop(name), step)
+            value = apply_step(values_of(arrays[name]), total.total.pop(name), step)
         elif name in total.total:
-            value = apply_step(arrays[name].numpy(), total.total.pop(name), mean_step)
+            value = apply_step(values_of(arrays[name]), total.total.pop(name), mean_step)
             if name in nonnegative:
                 np.maximum(value, 0, out=value)
         elif name in total.others:

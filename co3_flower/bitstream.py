@@ -24,6 +24,7 @@ from co3_flower.structure import Structure
 
 NUM_STREAMS = 2
 CHUNK_BITS = 8 * 16384  # code bits of a chunk, on average
+MIN_CHUNK_SYMBOLS = 1024  # of a chunk, unless the update is smaller: lengths must not outgrow it
 
 T = TypeVar("T")
 Tables: TypeAlias = HuffmanTables | RansTables
@@ -52,7 +53,7 @@ def chunk_size(num_symbols: int, num_bits: int) -> int:
     if num_bits == 0:
         return max(1, num_symbols)
     size = num_symbols * CHUNK_BITS // num_bits
-    return max(1, min(num_symbols, max(1024, size)))
+    return max(1, min(num_symbols, max(MIN_CHUNK_SYMBOLS, size)))
 
 
 def encode_symbols(
@@ -265,22 +266,13 @@ def decode_structured(
     return out
 
 
-def structured_bits(
-    tables: Tables, structure: Structure, symbols: NDArray[np.uint8]
-) -> NDArray[np.float64]:
+def structured_bits(tables: Tables, structure: Structure) -> NDArray[np.float64]:
     """Return the bits [tensors] that the coded tensors' symbols take (for rANS, their ideal)."""
-    tables = _with_dead_table(tables, structure)
-    dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
-    if isinstance(tables, HuffmanTables):
-        used = (tables.lengths > 0).sum(axis=1, keepdims=True)
-        of_symbols = np.where(used > 1, tables.lengths, 0).astype(np.float64)
-    else:
-        frequencies = np.maximum(tables.frequencies, 1)
-        of_symbols = kernels_rans.FREQUENCY_BITS - np.log2(frequencies)
     bits = np.zeros(structure.plan.num_coded, np.float64)
-    kernels_structure.tensor_bits(
-        symbols, structure.kernel_layout, structure.sum_map(dead), width, of_symbols, bits
-    )
+    for t, counted in enumerate(structure.of_tensor):
+        counts = counted[:, :-1].astype(np.int64)
+        table_of = structure.class_map[counted[:, -1]].astype(np.int64)
+        bits[t] = tables.code_bits(counts, table_of).sum()
     return bits
 
 

@@ -44,6 +44,7 @@ from co3_flower.records import (
     TrainSettings,
     client_id,
     config_record,
+    values_of,
 )
 from co3_flower.replies import (
     MAX_RECORD_BYTES,
@@ -189,7 +190,7 @@ def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) ->
     settings = TrainSettings.from_scalars(config)
     record = message.content.array_records[ARRAYS]
     received = {
-        name: array.numpy() for name, array in record.items()
+        name: values_of(array) for name, array in record.items()
     }  # before the app may change the record
     stock = {k: v for k, v in message.content.items() if not k.startswith("fitins.")}
     reply = call_next(make_message(metadata=message.metadata, content=RecordDict(stock)), context)
@@ -292,7 +293,7 @@ def _differences(
         if name in roles.floats:
             wide = np.result_type(np.float32, received[name].dtype)
             with np.errstate(over="ignore", invalid="ignore"):  # the codec names what is not finite
-                after[name] = np.asarray(after[name].astype(wide) - received[name].astype(wide))
+                after[name] = np.subtract(after[name], received[name], dtype=wide)
     return after
 
 
@@ -300,7 +301,7 @@ def _arrays_of(record: ArrayRecord, what: str, names: list[str]) -> Arrays:
     missing = [name for name in names if name not in record]
     if missing:
         raise ValueError(f"ArrayRecord '{what}' of the reply must hold {names}, got no {missing}")
-    return {name: record[name].numpy() for name in names}
+    return {name: values_of(record[name]) for name in names}
 
 
 def _cast(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -170,7 +170,10 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
 
 
 def decode_update(
-    payload: bytes | memoryview, like: Layout | Mapping[str, Any], num_threads: int = 1
+    payload: bytes | memoryview,
+    like: Layout | Mapping[str, Any],
+    num_threads: int = 1,
+    max_magnitude: float | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload.
 
@@ -182,6 +185,8 @@ def decode_update(
         Names and shapes in order, and the dtypes of integer, bool and raw tensors.
     num_threads : int
         Threads that decode; the result does not depend on it.
+    max_magnitude : float, optional
+        A float entry beyond it makes the payload unsound.
 
     Returns
     -------
@@ -199,6 +204,8 @@ def decode_update(
     raw = _read_raw(parts, layout, plan)
     symbols = _decode_symbols(parts, plan, num_threads)
     values = _value_tables(parts, plan, np.float32(1.0))
+    if max_magnitude is not None:
+        _check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
     decoded = [np.empty(layout.shapes[i], np.float32) for i in plan.order]
 
     def look_up(first: int, last: int) -> None:
@@ -217,6 +224,7 @@ def accumulate_update(
     weight: float,
     like: Layout | Mapping[str, Any] | None = None,
     num_threads: int = 1,
+    max_magnitude: float | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload straight into a weighted sum: ``acc = f32(acc + f32(f32(weight) * y))``.
 
@@ -233,6 +241,8 @@ def accumulate_update(
         The layout; by default that of the accumulator, which suffices where no tensor is raw.
     num_threads : int
         Threads that decode and add; the result does not depend on it.
+    max_magnitude : float, optional
+        A float entry beyond it, before it is weighted, makes the payload unsound.
 
     Returns
     -------
@@ -276,6 +286,9 @@ def accumulate_update(
     sums = [_accumulator_of(accumulator, layout, i) for i in plan.order]
     symbols = _decode_symbols(parts, plan, num_threads)
     values = _value_tables(parts, plan, factor)
+    if max_magnitude is not None:
+        unweighted = _value_tables(parts, plan, np.float32(1.0))
+        _check_magnitudes(layout, plan, unweighted, symbols, raw, max_magnitude)
 
     def add(first: int, last: int) -> None:
         for j in range(first, last):
@@ -443,7 +456,7 @@ def _compress(
         plan,
         coded,
         buffers,
-        code_bits(choice, plan, coded, buffers, symbols),
+        code_bits(choice, plan, coded, buffers),
         len(payload),
         code_bytes,
         len(choice.structure.packed) if choice.structure else 0,
@@ -563,7 +576,7 @@ def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any
     raw = {}
     for i, data in zip(plan.raw, parts.raw, strict=True):
         dtype = layout.dtypes[i]
-        if dtype == np.bool_ and any(np.frombuffer(data, np.uint8) > 1):
+        if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():
             raise PayloadError(
                 f"bool entries must be bytes 0 or 1, got others in {layout.names[i]!r}"
             )
@@ -575,6 +588,35 @@ def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any
             )
         raw[i] = array
     return raw
+
+
+def _check_magnitudes(
+    layout: Layout,
+    plan: Plan,
+    values: NDArray[np.float32],
+    symbols: NDArray[np.uint8],
+    raw: Mapping[int, NDArray[Any]],
+    limit: float,
+) -> None:
+    """Refuse float entries beyond a limit.
+
+    The scales tell nearly always that there are none; only then the symbols are looked at.
+    """
+    largest = {
+        i: float(np.abs(array).max(initial=0))
+        for i, array in raw.items()
+        if array.dtype in FLOAT_DTYPES
+    }
+    for j in np.flatnonzero(values.max(axis=1, initial=0) > limit).tolist():
+        part = symbols[plan.offsets[j] : plan.offsets[j + 1]]
+        used = np.bincount(part, minlength=values.shape[1]) > 0
+        largest[plan.order[j]] = float(np.abs(values[j, used]).max(initial=0))
+    for i, magnitude in largest.items():
+        if magnitude > limit:
+            raise PayloadError(
+                f"decoded entries must be at most {limit:g} in magnitude, "
+                f"got {magnitude:g} in {layout.names[i]!r}"
+            )
 
 
 def _accumulator_of(

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from co3_flower.nodes import RoundError
-from co3_flower.records import NUM_EXAMPLES
+from co3_flower.records import NUM_EXAMPLES, values_of
 from co3_flower.replies import TrainReply, common_metrics, stock_reply
 from co3_flower.roles import TensorRoles
 
@@ -151,7 +151,9 @@ def aggregate_inner(
     RoundError
         When the inner raises, or returns something else than the trainable tensors.
     """
-    before = {name: arrays[name].numpy().astype(np.float32, copy=False) for name in roles.trainable}
+    before = {
+        name: values_of(arrays[name]).astype(np.float32, copy=False) for name in roles.trainable
+    }
     name = type(inner).__name__
     messages = []
     for reply, update, weight, metrics in zip(
@@ -177,7 +179,7 @@ def aggregate_inner(
             f"inner strategy {name} must return {sorted(roles.trainable)}, got {got} in round "
             f"{server_round}"
         )
-    trained = {key: array.numpy() for key, array in result.items()}
+    trained = {key: values_of(array) for key, array in result.items()}
     for key, value in trained.items():
         if value.shape != before[key].shape:
             raise RoundError(

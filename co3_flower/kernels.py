@@ -713,7 +713,7 @@ def package_merge(weights, max_length, depths):
     for level in range(max_length - 1, -1, -1):
         pairs = 0
         for i in range(take):
-            pairs += is_pair[level, i]
+            pairs += i64(is_pair[level, i])
         for i in range(take - pairs):
             depths[i] += 1
         take = 2 * pairs

@@ -259,7 +259,7 @@ def push(x, symbol, freqs, reciprocals, shifts, starts, words, w):
     """Encode one symbol into state x, writing a word downwards first where it is too large."""
     f = i64(freqs[symbol])
     words[w - 1] = np.uint16(x & 0xFFFF)
-    full = 1 if x >= f << 17 else 0
+    full = i64(x >= f << 17)
     w -= full
     x >>= 16 * full
     q = (x * reciprocals[symbol]) >> i64(shifts[symbol])
@@ -369,8 +369,8 @@ def pull(x, symbol_of, steps):
 @_njit
 def refill(x, words, w):
     """Read a word into a state that has become too small."""
-    low = 1 if x < LOW else 0
-    return ((x << 16) | i64(words[w])) if low else x, w + low
+    low = i64(x < LOW)  # without a branch, which could not be predicted
+    return (x << (low << 4)) | (i64(words[w]) & -low), w + low
 
 
 @_njit

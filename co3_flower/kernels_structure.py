@@ -13,7 +13,9 @@ import math
 
 import numpy as np
 from numpy import float32 as f32
+from numpy import int32 as i32
 from numpy import int64 as i64
+from numpy import uint8 as u8
 from numpy import uint32 as u32
 from numpy import uint64 as u64
 
@@ -90,26 +92,31 @@ def magnitude_sums(symbols, residual, values, scale, unit, cols, row_sums, col_s
     """
     table = values / scale
     factor = f32(4096.0 / unit)
+    fixed = np.zeros(cols, np.int32)
     for i in range(row_sums.size):
         row = symbols[i * cols : (i + 1) * cols]
         rest = residual[i * cols : (i + 1) * cols]
+        for j in range(cols):
+            fixed[j] = i32(min(abs(table[row[j]] + rest[j]) * factor, f32(1e9)))
         total = i64(0)
         for j in range(cols):
-            t = i64(min(abs(table[row[j]] + rest[j]) * factor, f32(1e9)))
-            total += t
-            col_sums[j] += t
+            total += i64(fixed[j])
+            col_sums[j] += i64(fixed[j])
         row_sums[i] = total
 
 
 @_njit
 def live_flags(symbols, cols, zero, row_live, col_live):
     """Set row_live [rows] and col_live [cols] to 1 where a symbol other than zero occurs."""
+    dead = u8(zero)
     for i in range(row_live.size):
         row = symbols[i * cols : (i + 1) * cols]
+        any_live = u8(0)
         for j in range(cols):
-            if row[j] != zero:
-                row_live[i] = 1
-                col_live[j] = 1
+            live = u8(row[j] != dead)
+            col_live[j] |= live
+            any_live |= live
+        row_live[i] = any_live
 
 
 @_njit
@@ -193,8 +200,10 @@ def settle_factors(logs, live, per_factor, gains, offset, out):
                 continue
             at = min(NUM_CLASSES - 1, max(0, i64(logs[i]) + offset))
             weight = per_factor * gains[at]
+            reach = math.sqrt(12.0 / max(weight, 1e-3)) + 1.0  # farther off loses over 12 bits
             best, least = i64(out[i]), 1e300
-            for value in range(low, high + 1):
+            start = max(low, i64(logs[i] - reach))
+            for value in range(start, min(high, i64(logs[i] + reach)) + 1):
                 cost = weight * (logs[i] - value) ** 2 + bits[value]
                 if cost < least:
                     best, least = i64(value), cost
@@ -370,17 +379,43 @@ def join_factors(channel_class, tap_class, col_class):
 
 
 @_njit
-def count_classes(symbols, cols, row_class, col_class, counts):
-    """Count the symbols of one tensor by class into int64 counts [NUM_CLASSES, K]."""
+def class_range(row_class, col_class):
+    """First and last sum of a live row's and a live column's class; (0, -1) where all is dead."""
+    r_low, r_high, c_low, c_high = i64(DEAD), i64(-1), i64(DEAD), i64(-1)
     for i in range(row_class.size):
-        r = i64(row_class[i])
-        if r >= DEAD:
+        if row_class[i] < DEAD:
+            r_low, r_high = min(r_low, i64(row_class[i])), max(r_high, i64(row_class[i]))
+    for j in range(col_class.size):
+        if col_class[j] < DEAD:
+            c_low, c_high = min(c_low, i64(col_class[j])), max(c_high, i64(col_class[j]))
+    if r_high < 0 or c_high < 0:
+        return i64(0), i64(-1)
+    return r_low + c_low, r_high + c_high
+
+
+@_njit
+def count_classes(symbols, cols, row_class, col_class, first, counts):
+    """Count the symbols of one tensor by class, from class `first` on, into int32 counts [2, n, K].
+
+    Neighbours are counted apart, in the two halves, as they mostly are alike and would have to wait
+    for each other. Dead rows and columns are not counted.
+    """
+    n = counts.shape[1]
+    for i in range(row_class.size):
+        r = i64(row_class[i]) - first
+        if row_class[i] >= DEAD:
             continue
         row = symbols[i * cols : (i + 1) * cols]
-        for j in range(cols):
-            q = r + i64(col_class[j])
-            if q < DEAD:
-                counts[q, row[j]] += 1
+        for j in range(0, cols - cols % 2, 2):
+            q, p = r + i64(col_class[j]), r + i64(col_class[j + 1])
+            if q < n:
+                counts[0, q, row[j]] += 1
+            if p < n:
+                counts[1, p, row[j + 1]] += 1
+        if cols % 2 == 1:
+            q = r + i64(col_class[cols - 1])
+            if q < n:
+                counts[0, q, row[cols - 1]] += 1
 
 
 # --- factors on the wire --------------------------------------------------------------------------
@@ -567,6 +602,7 @@ def choose_structure(
     col_class,
     modes,
     counts,
+    of_tensor,
     data,
     state,
     odds,
@@ -574,12 +610,14 @@ def choose_structure(
     """Choose the modes of all coded tensors, code them into data, and count symbols by class.
 
     row_class and col_class are flat, tensor t's from row_at[t] and col_at[t] on; the columns are
-    joined afterwards. Returns the bytes so far; the class map follows.
+    joined afterwards. counts int64 [DEAD, K] gets the update's counts; of_tensor is a list that
+    gets each tensor's, int32 [classes, K + 1], whose last column holds the class of the row.
     """
     sent = np.zeros(3, np.int64)
     for t in range(rows.size):
         begin, end = offsets[t], offsets[t + 1]
         if end == begin:
+            of_tensor.append(np.zeros((0, counts.shape[1] + 1), np.int32))
             continue
         of_rows = row_class[row_at[t] : row_at[t + 1]]
         of_cols = col_class[col_at[t] : col_at[t + 1]]
@@ -608,7 +646,16 @@ def choose_structure(
             of_rows[:] = of_rows[0]
         elif mode in (ROW_TAP, ROW_CHANNEL_TAP):
             join_factors(of_cols[:: taps[t]].copy(), of_taps, of_cols)
-        count_classes(part, cols[t], of_rows, of_cols, counts)
+        low, high = class_range(of_rows, of_cols)
+        halves = np.zeros((2, max(0, high - low + 1), counts.shape[1]), np.int32)
+        count_classes(part, cols[t], of_rows, of_cols, low, halves)
+        mine = np.zeros((halves.shape[1], counts.shape[1] + 1), np.int32)
+        for q in range(mine.shape[0]):
+            mine[q, counts.shape[1]] = low + q
+            for k in range(counts.shape[1]):
+                mine[q, k] = halves[0, q, k] + halves[1, q, k]
+                counts[low + q, k] += mine[q, k]
+        of_tensor.append(mine)
 
 
 @_njit
@@ -854,6 +901,21 @@ def encode_huffman(begin, end, symbols, keys, entries, words, w):
 
 
 @_njit
+def decode_huffman_two(size, words, p0, keys0, out0, p1, keys1, out1, single):
+    """Decode the first `size` symbols of two streams side by side; returns the bits behind them."""
+    limit = 32 * (words.size - 1) - 1
+    i = 0
+    while ((size - 1 - i) | (limit - p0) | (limit - p1)) >= 0:
+        window0, window1 = i64(window_at(words, p0) & WINDOW), i64(window_at(words, p1) & WINDOW)
+        entry0, entry1 = i64(single[keys0[i], window0]), i64(single[keys1[i], window1])
+        out0[i], out1[i] = entry0 & 255, entry1 & 255
+        p0 += entry0 >> 8
+        p1 += entry1 >> 8
+        i += 1
+    return i, p0, p1
+
+
+@_njit
 def decode_huffman(begin, end, words, p, keys, single, out):
     """Decode one stream from bit p with a table an entry; returns the bit behind it."""
     part = out[begin:end]
@@ -959,30 +1021,30 @@ def decode_chunks(
                 return c
         else:
             size = end - begin
+            done, p0, p1 = 0, i64(0), i64(0)
             for k in range(num_streams):
                 stream = c * num_streams + k
                 a, b = size * k // num_streams, size * (k + 1) // num_streams
+                if k % 2 == 0:
+                    done, p0 = 0, 32 * starts[stream]
+                    if k + 1 < num_streams:
+                        p1 = 32 * starts[stream + 1]
+                        behind = size * (k + 2) // num_streams
+                        done, p0, p1 = decode_huffman_two(
+                            min(b - a, behind - b),
+                            words,
+                            p0,
+                            keys[a:b],
+                            out[begin + a : begin + b],
+                            p1,
+                            keys[b:behind],
+                            out[begin + b : begin + behind],
+                            single,
+                        )
+                p = p0 if k % 2 == 0 else p1
                 p = decode_huffman(
-                    begin + a, begin + b, words, 32 * starts[stream], keys[a:b], single, out
+                    begin + a + done, begin + b, words, p, keys[a + done : b], single, out
                 )
                 if (p + 31) >> 5 != starts[stream + 1]:
                     return stream
     return -1
-
-
-@_njit
-def tensor_bits(symbols, layout, sum_map, width, table_bits, bits):
-    """Bits float64 [coded tensors], given those of each table's symbols [tables, width]."""
-    offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class = layout
-    keys = np.zeros(4096, np.uint32)
-    flat = table_bits.reshape(-1)
-    for t in range(num_coded):
-        for begin in range(offsets[t], offsets[t + 1], 4096):
-            end = min(begin + 4096, offsets[t + 1])
-            fill_keys(
-                begin, end, offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class,
-                sum_map, 0, width, keys,
-            )  # fmt: skip
-            part = symbols[begin:end]
-            for i in range(part.size):
-                bits[t] += flat[keys[i] + part[i]]

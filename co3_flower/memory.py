@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import quote
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
-from co3_flower.records import ClientId, TrainSettings, client_id
+from co3_flower.records import ClientId, TrainSettings, client_id, values_of
 
 logger = logging.getLogger("flwr.co3")
 
 RESIDUAL = "co3.residual"  # ArrayRecord in context.state, keyed as the update
 STATE = "co3.state"  # ConfigRecord in context.state: round and layout digest
 FILE_VERSION = 1
+FILE_MAGIC = b"CO3M"
 
 Residual = dict[str, NDArray[np.float32]]
 
@@ -89,7 +90,9 @@ class ContextStore:
                 f"context, round {state.get('server-round')!r}", state.get("digest"), digest
             )
             return None
-        return {name: array.numpy() for name, array in self._state.array_records[RESIDUAL].items()}
+        return {
+            name: values_of(array) for name, array in self._state.array_records[RESIDUAL].items()
+        }
 
     def save(
         self, residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
@@ -119,27 +122,17 @@ class FileStore:
 
     def __init__(self, directory: Path, experiment_id: str, client: ClientId) -> None:
         # repr tells the client-id 3 from '3'; quote leaves no path separator in a name
-        self.path = (
-            directory / f"{quote(experiment_id, safe='')}.{quote(repr(client), safe='')}.npz"
-        )
+        name = f"{quote(experiment_id, safe='')}.{quote(repr(client), safe='')}.residual"
+        self.path = directory / name
 
     def load(self, digest: bytes) -> Residual | None:
         """Return the last round's residual, or None where none fits the layout of this digest."""
         if not self.path.exists():
             return None
         try:
-            with self.path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-                header = json.loads(file["header"].tobytes())
-                _check_header(header)
-                residual = {name: file[f"tensor-{i}"] for i, name in enumerate(header["names"])}
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            EOFError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
+            with self.path.open("rb") as file:
+                header, residual = _read(file)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._set_aside(f"it cannot be read ({type(error).__name__}: {error})")
             return None
         if header["digest"] != digest.hex():
@@ -151,14 +144,7 @@ class FileStore:
         self, residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
     ) -> None:
         """Replace what is kept by the residual of this round."""
-        header = {
-            "version": FILE_VERSION,
-            "server_round": server_round,
-            "digest": digest.hex(),
-            "names": list(residual),
-        }
-        arrays = {f"tensor-{i}": np.asarray(value) for i, value in enumerate(residual.values())}
-        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        head, flat = _pack(residual, server_round, digest)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(
             prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent
@@ -166,7 +152,8 @@ class FileStore:
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
+                file.write(head)
+                file.write(flat.data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
@@ -186,9 +173,67 @@ class FileStore:
         )
 
 
-def _check_header(header: dict[str, object]) -> None:
+def _pack(
+    residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
+) -> tuple[bytes, NDArray[np.float32]]:
+    """Return a file's head and its numbers: magic, length of the JSON header, header, padding.
+
+    A residual fresh from the codec is one flat array in parts; it is written as it lies.
+    """
+    base = next((array.base for array in residual.values()), None)
+    offsets = _offsets_within(base, residual) if isinstance(base, np.ndarray) else None
+    if offsets is None:
+        sizes = [array.size for array in residual.values()]
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = [np.ravel(array) for array in residual.values()]
+        base = np.concatenate([np.empty(0, np.float32), *parts]).astype("<f4", copy=False)
+    assert isinstance(base, np.ndarray)
+    header = {
+        "version": FILE_VERSION,
+        "server_round": server_round,
+        "digest": digest.hex(),
+        "crc32": zlib.crc32(base.data),
+        "tensors": [
+            [name, list(array.shape), offset]
+            for (name, array), offset in zip(residual.items(), offsets, strict=True)
+        ],
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(FILE_MAGIC) + 4 + len(text)) % 64)
+    return FILE_MAGIC + len(text).to_bytes(4, "little") + text, base
+
+
+def _offsets_within(
+    base: NDArray[Any], residual: Mapping[str, NDArray[np.float32]]
+) -> list[int] | None:
+    """Return where each array begins in a flat little-endian float32 base, if all lie in it."""
+    if base.ndim != 1 or base.dtype != np.dtype("<f4") or not base.flags.c_contiguous:
+        return None
+    start = base.__array_interface__["data"][0]
+    offsets = []
+    for array in residual.values():
+        if array.base is not base or not array.flags.c_contiguous:
+            return None
+        at = array.__array_interface__["data"][0] - start
+        offsets.append(at // 4 if array.size else 0)
+    return offsets
+
+
+def _read(file: BinaryIO) -> tuple[dict[str, Any], Residual]:
+    """Undo `_pack`; a damaged file raises ValueError, KeyError, TypeError or AttributeError."""
+    magic = file.read(len(FILE_MAGIC))
+    if magic != FILE_MAGIC:
+        raise ValueError(f"file must start with {FILE_MAGIC!r}, got {magic!r}")
+    header = json.loads(file.read(int.from_bytes(file.read(4), "little")))
     if header["version"] != FILE_VERSION:
         raise ValueError(f"version must be {FILE_VERSION}, got {header['version']}")
+    flat = np.fromfile(file, "<f4").astype(np.float32, copy=False)
+    if zlib.crc32(flat.data) != header["crc32"]:
+        raise ValueError("numbers must have the header's checksum, got another")
+    residual = {}
+    for name, shape, offset in header["tensors"]:
+        residual[name] = flat[offset : offset + math.prod(shape)].reshape(shape)
+    return header, residual
 
 
 def _sync_directory(directory: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from co3_flower import kernels
 from co3_flower.bitstream import (
+    MIN_CHUNK_SYMBOLS,
     Tables,
     pack_tables,
     unpack_huffman_tables,
@@ -198,6 +199,9 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     plan = layout.plan(kinds, min_numel)
     scales = np.frombuffer(reader.take(4 * len(plan.order), "scales"), "<f4")
     _check_scales(scales, fmt, plan, layout)
+    fewest = min(MIN_CHUNK_SYMBOLS, plan.num_symbols)
+    if chunk_symbols < fewest:
+        raise PayloadError(f"symbols per chunk must be at least {fewest}, got {chunk_symbols}")
     chunk_symbols = min(chunk_symbols, max(1, plan.num_symbols))
     structure = None
     packed_structure = reader.take(structure_bytes, "structure")

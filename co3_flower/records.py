@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import numpy as np
 from flwr.app import (
+    Array,
     ArrayRecord,
     ConfigRecord,
     ConfigRecordValues,
@@ -20,6 +23,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from numpy.typing import NDArray
 
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
@@ -35,6 +39,8 @@ PAYLOAD = "payload"
 SERVER_ROUND = "server-round"
 CLIENT_ID = "client-id"
 QUERY = "co3.query"  # in a message's config: tell the client-id, do not train
+
+_NPY_HEADER = 10  # bytes before the text of an .npy header: magic, version, length
 
 COMPRESSORS = ("co3", "none")
 PAYLOAD_KINDS = ("update", "gradient")
@@ -154,6 +160,30 @@ def message_content(arrays: ArrayRecord, config: ConfigRecord, legacy: str) -> R
     return RecordDict(
         {ARRAYS: arrays, CONFIG: config, f"{legacy}.parameters": arrays, f"{legacy}.config": config}
     )
+
+
+def values_of(array: Array) -> NDArray[Any]:
+    """Return an Array's values, without a copy and read-only where its bytes are as NumPy's are.
+
+    ``Array.numpy()`` parses a header and copies; a model of hundreds of small tensors spends more
+    time on that than on being coded.
+
+    Examples
+    --------
+    >>> values_of(Array(np.arange(3))).tolist()
+    [0, 1, 2]
+    """
+    data, dtype, shape = array.data, np.dtype(array.dtype or "O"), tuple(array.shape)
+    written = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    begin = _NPY_HEADER + int.from_bytes(data[8:_NPY_HEADER], "little")
+    if (
+        array.stype == "numpy.ndarray"
+        and data[:8] == b"\x93NUMPY\x01\x00"
+        and data[_NPY_HEADER:begin].rstrip() == written
+        and len(data) - begin == math.prod(shape) * dtype.itemsize
+    ):
+        return np.frombuffer(data, dtype, offset=begin).reshape(shape)
+    return np.asarray(array.numpy())
 
 
 def config_record(content: RecordDict, name: str) -> Mapping[str, ConfigRecordValues]:

@@ -36,6 +36,7 @@ from co3_flower.records import (
     ClientId,
     TrainSettings,
     message_content,
+    values_of,
 )
 from co3_flower.replies import TrainReply, common_metrics
 from co3_flower.roles import TensorRoles, find_roles
@@ -338,7 +339,7 @@ class CO3Strategy(Strategy):
         return aggregate_evaluation(server_round, replies, self._client_ids, self.inner)
 
     def _find_roles(self, arrays: ArrayRecord) -> TensorRoles:
-        layout = Layout.of({name: array.numpy() for name, array in arrays.items()})
+        layout = Layout.of({name: values_of(array) for name, array in arrays.items()})
         return find_roles(layout, self.codec, self.buffers, self.buffer_keys)
 
     def _settings(self, server_round: int, roles: TensorRoles) -> TrainSettings:

@@ -8,11 +8,14 @@ update. See `kernels_structure`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numba import int32
+from numba.typed import List
 from numpy.typing import NDArray
 
 from co3_flower import kernels_structure as kernels
@@ -41,6 +44,8 @@ class Structure:
         Code table of each class.
     num_tables : int
         How many tables those are.
+    of_tensor : sequence of int32 [classes, K + 1]
+        Each tensor's symbols counted by class, and the classes; known to the encoder only.
     packed : bytes
         All of it, as sent.
     """
@@ -55,6 +60,7 @@ class Structure:
     class_map: NDArray[np.uint8]
     num_tables: int
     packed: bytes
+    of_tensor: Sequence[NDArray[np.int32]] = ()
 
     @property
     def kernel_layout(self) -> tuple[Any, ...]:
@@ -135,11 +141,12 @@ def choose_structure(
     units = np.exp2(np.floor(np.log2(np.where(mean_magnitudes > 0, mean_magnitudes, 1.0))))
     costs, gains = class_laws(fmt)
     counts = np.zeros((kernels.DEAD, fmt.num_values), np.int64)
+    of_tensor = List.empty_list(int32[:, ::1])
     data = np.zeros(4096 + 8 * (row_class.size + col_class.size + rows.size), np.uint8)
     state, odds = np.array([0, 0xFFFFFFFF, 0], np.int64), kernels.new_odds()
     kernels.choose_structure(
         symbols, residual, plan.offsets, scales, units, rows, cols, taps, fmt.values, costs, gains,
-        row_at, row_class, col_at, col_class, modes, counts, data, state, odds,
+        row_at, row_class, col_at, col_class, modes, counts, of_tensor, data, state, odds,
     )  # fmt: skip
     class_map = np.zeros(kernels.NUM_CLASSES, np.uint8)
     counts = counts[: kernels.NUM_CLASSES]
@@ -153,7 +160,7 @@ def choose_structure(
     table_counts[~table_counts.any(axis=1), fmt.zero] = 1  # a table must hold a symbol
     structure = Structure(
         plan, modes, cols, row_at, row_class, col_at, col_class, class_map, num_tables,
-        data[:size].tobytes(),
+        data[:size].tobytes(), of_tensor,
     )  # fmt: skip
     return structure, table_counts
 

@@ -187,14 +187,13 @@ def code_bits(
     plan: Plan,
     coded: Converted,
     buffers: Converted,
-    symbols: NDArray[np.uint8],
 ) -> NDArray[np.float64]:
     """Return the bits [tensors] that each tensor's symbols take (for rANS their ideal)."""
     of_buffers = choice.table_of[choice.table_of.size - plan.num_buffers :]
     if choice.structure is None:
         of_coded = _code_bits(coded, choice.tables, choice.table_of[: plan.num_coded])
     else:
-        of_coded = structured_bits(choice.tables, choice.structure, symbols)
+        of_coded = structured_bits(choice.tables, choice.structure)
     return np.concatenate([of_coded, _code_bits(buffers, choice.tables, of_buffers)])
 
 
