@@ -15,7 +15,9 @@ help:  ## this list
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "co3-flower needs Python 3.11 or newer; try: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing (a few GB, some minutes) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[sim,test]'
+	@$(BIN)/python -m co3_flower.warmup
 	@touch $@
 
 setup: $(STAMP)  ## the .venv with everything in it (a few GB: torch)

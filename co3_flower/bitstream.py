@@ -9,8 +9,10 @@ one core's pipelines can decode several at once. The bytes depend on the symbols
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -35,8 +37,13 @@ def run_parts(function: Callable[[int, int], T], bounds: list[int], num_threads:
     parts = list(zip(bounds[:-1], bounds[1:], strict=True))
     if num_threads <= 1 or len(parts) <= 1:
         return [function(first, last) for first, last in parts]
-    with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(lambda part: function(*part), parts))
+    return list(_pool(num_threads, os.getpid()).map(lambda part: function(*part), parts))
+
+
+@lru_cache(maxsize=4)
+def _pool(num_threads: int, process: int) -> ThreadPoolExecutor:
+    """Keep the threads of a process; a forked one has none of its parent's."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="co3")
 
 
 def split_evenly(weights: NDArray[np.int64], num_parts: int) -> list[int]:

@@ -35,6 +35,7 @@ ORDER = (
     "config",
     "stats",
     "codec",
+    "warmup",
     "lz78",
     "goodness",
     "analysis",
