@@ -267,6 +267,29 @@ def push(x, symbol, freqs, reciprocals, shifts, starts, words, w):
 
 
 @_njit
+def write_states(x0, x1, x2, x3, words, w):
+    """Put the four states before words[w]; returns where they begin."""
+    for x in (x3, x2, x1, x0):
+        words[w - 1] = np.uint16(x >> 16)
+        words[w - 2] = np.uint16(x & 0xFFFF)
+        w -= 2
+    return w
+
+
+@_njit
+def read_states(words, w, last):
+    """Read the four states at words[w:last]; tells whether they are there and in range."""
+    if last - w < STATE_WORDS:
+        return False, i64(LOW), i64(LOW), i64(LOW), i64(LOW)
+    x0 = i64(words[w]) | (i64(words[w + 1]) << 16)
+    x1 = i64(words[w + 2]) | (i64(words[w + 3]) << 16)
+    x2 = i64(words[w + 4]) | (i64(words[w + 5]) << 16)
+    x3 = i64(words[w + 6]) | (i64(words[w + 7]) << 16)
+    highest, lowest = max(max(x0, x1), max(x2, x3)), min(min(x0, x1), min(x2, x3))
+    return lowest >= LOW and highest < LOW << 16, x0, x1, x2, x3
+
+
+@_njit
 def encode_chunk(begin, end, symbols, offsets, table_of, freqs, reciprocals, shifts, starts, words):
     """Code symbols[begin:end] into the upper end of uint16 words; returns where the stream begins.
 
@@ -307,11 +330,7 @@ def encode_chunk(begin, end, symbols, offsets, table_of, freqs, reciprocals, shi
             i -= 1
         stop = start
         t -= 1
-    for x in (x3, x2, x1, x0):
-        words[w - 1] = np.uint16(x >> 16)
-        words[w - 2] = np.uint16(x & 0xFFFF)
-        w -= 2
-    return w
+    return write_states(x0, x1, x2, x3, words, w)
 
 
 @_njit
@@ -379,15 +398,10 @@ def decode_chunk(begin, end, words, w, last, offsets, table_of, symbol_of, steps
 
     Words behind the last one read as 0; one word behind it must exist.
     """
-    if last - w < STATE_WORDS:
+    sound, x0, x1, x2, x3 = read_states(words, w, last)
+    if not sound:
         return False
-    x0 = i64(words[w]) | (i64(words[w + 1]) << 16)
-    x1 = i64(words[w + 2]) | (i64(words[w + 3]) << 16)
-    x2 = i64(words[w + 4]) | (i64(words[w + 5]) << 16)
-    x3 = i64(words[w + 6]) | (i64(words[w + 7]) << 16)
     w += STATE_WORDS
-    if max(max(x0, x1), max(x2, x3)) >= LOW << 16 or min(min(x0, x1), min(x2, x3)) < LOW:
-        return False
     t = tensor_at(offsets, begin)
     i = begin
     while i < end:

@@ -38,7 +38,9 @@ from co3_flower.kernels_rans import (
     STATE_WORDS,
     TOTAL,
     push,
+    read_states,
     refill,
+    write_states,
 )
 
 NONE, ROW, ROW_TAP, ROW_CHANNEL_TAP, ROW_COLUMN = 0, 1, 2, 3, 4  # modes of a tensor
@@ -833,11 +835,7 @@ def encode_rans(begin, end, symbols, keys, freqs, reciprocals, shifts, starts, w
         x1, w = push(x1, k1, freqs, reciprocals, shifts, starts, words, w)
         x0, w = push(x0, k0, freqs, reciprocals, shifts, starts, words, w)
         i -= 4
-    for x in (x3, x2, x1, x0):
-        words[w - 1] = np.uint16(x >> 16)
-        words[w - 2] = np.uint16(x & 0xFFFF)
-        w -= 2
-    return w
+    return write_states(x0, x1, x2, x3, words, w)
 
 
 @_njit
@@ -852,15 +850,10 @@ def pull_key(x, at, symbol_of, steps, width):
 @_njit
 def decode_rans(begin, end, words, w, last, keys, symbol_of, steps, width, out):
     """`kernels_rans.decode_chunk` with a table an entry: keys hold table numbers."""
-    if last - w < STATE_WORDS:
+    sound, x0, x1, x2, x3 = read_states(words, w, last)
+    if not sound:
         return False
-    x0 = i64(words[w]) | (i64(words[w + 1]) << 16)
-    x1 = i64(words[w + 2]) | (i64(words[w + 3]) << 16)
-    x2 = i64(words[w + 4]) | (i64(words[w + 5]) << 16)
-    x3 = i64(words[w + 6]) | (i64(words[w + 7]) << 16)
     w += STATE_WORDS
-    if max(max(x0, x1), max(x2, x3)) >= LOW << 16 or min(min(x0, x1), min(x2, x3)) < LOW:
-        return False
     part = out[begin:end]
     i = 0
     while i + 4 <= part.size and w + 4 <= last:

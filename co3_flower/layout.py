@@ -193,10 +193,10 @@ class Plan:
 def max_tables(num_symbols: int) -> int:
     """Return how many code tables large tensors may have.
 
-    A decoder's look-up tables take 40 KiB each: this keeps them within about four times the
-    update, whatever a payload says.
+    A decoder's look-up tables take 40 KiB each: this keeps them within about two and a half times
+    the update, and all that it holds within four, whatever a payload says.
     """
-    return 64 + num_symbols // 2560
+    return 64 + num_symbols // 4096
 
 
 def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
