@@ -1,0 +1,1 @@
+"""Structured fuzzer of the payload decoder: ``python -m tests.fuzz --cases 20000 --seed 1``."""
