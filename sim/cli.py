@@ -20,7 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from co3_flower import Co3Error, ConfigError
 from sim.engine import Engine
 from sim.outputs import Row, check_is_unused, default_run_dir, format_table
-from sim.settings import DATASETS, Settings, expand_path, parse_overrides, read_config_file
+from sim.settings import (
+    DATASETS,
+    Settings,
+    check_together,
+    expand_path,
+    parse_overrides,
+    read_config_file,
+)
 
 DEFAULT_NUM_CLIENTS = 4
 POLL_SECONDS = 0.2
@@ -78,9 +85,9 @@ def register(app: typer.Typer, root: Path) -> None:
             ),
         ] = None,
     ) -> None:
-        """Train a network federatedly on Flower's simulation engine, and count the bits.
+        r"""Train a network federatedly on Flower's simulation engine, and count the bits.
 
-        Every key of [tool.flwr.app.config] in pyproject.toml is a setting; they are listed and
+        Every key of \[tool.flwr.app.config] in pyproject.toml is a setting; they are listed and
         explained there. Shows accuracy, R and bits per parameter while it runs, ends with a table,
         and leaves config.json, rounds.jsonl, summary.json, model.npz, TensorBoard events and
         flower.log in run-dir (default: runs/<time>-<id>).
@@ -128,7 +135,9 @@ def resolve_settings(
         # U residuals need not sit in the driver's memory.
         paths["memory_dir"] = str(Path(paths["run_dir"]) / "memory")
     clients = settings.num_clients or DEFAULT_NUM_CLIENTS
-    return Settings(**{**settings.__dict__, **paths, "num_clients": clients})
+    settings = Settings(**{**settings.__dict__, **paths, "num_clients": clients})
+    check_together(settings)
+    return settings
 
 
 def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
@@ -153,6 +162,7 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
         It was asked to end.
     """
     _check_packages()
+    _check_machine(settings)
     folder = Path(settings.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "flower.log"
@@ -188,7 +198,7 @@ def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Conso
     )
     with Progress(*columns, console=console, refresh_per_second=5) as progress:
         task = progress.add_task("rounds", total=num_server_rounds, state="starting Flower")
-        accuracy = None
+        accuracy, shown = None, 0
         while True:
             is_running = engine.is_running()  # before the look, so that nothing is missed
             rows = _read_rows(folder)
@@ -198,6 +208,9 @@ def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Conso
                 last = rows[-1]
                 state = _state(accuracy, last)
                 progress.update(task, completed=last["server_round"], state=state)
+                if not console.is_terminal and len(evaluated) > shown:  # a log gets lines
+                    shown = len(evaluated)
+                    print(f"round {last['server_round']}/{num_server_rounds}  {state}", flush=True)
             if _read_summary(folder) is not None:
                 engine.wait(LINGER_SECONDS)
                 return
@@ -256,6 +269,19 @@ def _check_packages() -> None:
         raise ConfigError(
             f"co3 run must find the packages of the extra 'sim', got none of {', '.join(missing)};"
             " run `make setup`, or pip install -e '.[sim]'"
+        )
+
+
+def _check_machine(settings: Settings) -> None:
+    """Find before anything starts what would only fail once Flower runs."""
+    if settings.data_dir and not Path(settings.data_dir).is_dir():
+        raise ConfigError(f"data-dir must be a folder with CIFAR-10, got {settings.data_dir!r}")
+    if settings.device == "cuda" and shutil.which("nvidia-smi") is None:
+        raise ConfigError("device must be 'cpu' or 'auto' where there is no GPU, got 'cuda'")
+    if settings.buffers == "local":
+        raise ConfigError(
+            "buffers must be 'coded' or 'raw' here, got 'local': the PS evaluates models with"
+            " BatchNorm, and would lack their statistics"
         )
 
 

@@ -5,6 +5,7 @@ In comes Flower's ``context.run_config`` (or what the command line merged), out 
 """
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -137,7 +138,7 @@ class Settings:
         settings = cls(**{key.replace("-", "_"): value for key, value in values.items()})
         for key, value in settings.as_run_config().items():
             _check_value(key, value)
-        _check_together(settings)
+        check_together(settings)
         settings.codec_config()
         return settings
 
@@ -194,6 +195,8 @@ def read_config_file(path: Path) -> dict[str, Value]:
         raise ConfigError(
             f"CONFIG.toml must be a readable file, got {str(path)!r} ({error.strerror})"
         ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"CONFIG.toml must be UTF-8 text, got other bytes in {path}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"CONFIG.toml must be TOML, got an error in {path}: {error}") from None
     for key, value in table.items():
@@ -282,13 +285,16 @@ def _check_value(key: str, value: Value) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         listed = ", ".join(repr(choice) for choice in CHOICES[key])
         raise ConfigError(f"{key} must be one of {listed}, got {value!r}")
+    if value in (math.inf, -math.inf):
+        raise ConfigError(f"{key} must be finite, got {value!r}")
     if key in RANGES:
         rule, holds = RANGES[key]
         if not holds(value):  # NaN holds nothing
             raise ConfigError(f"{key} must be {rule}, got {value!r}")
 
 
-def _check_together(settings: Settings) -> None:
+def check_together(settings: Settings) -> None:
+    """Raise ConfigError where settings that are fine alone do not fit each other."""
     if 0 < settings.num_clients < settings.min_replies:
         raise ConfigError(
             f"min-replies must be at most num-clients, got {settings.min_replies}"
@@ -302,4 +308,9 @@ def _check_together(settings: Settings) -> None:
     if settings.data_dir and name != "cifar10":
         raise ConfigError(
             f"data-dir must be '' unless dataset is 'cifar10', got {settings.data_dir!r}"
+        )
+    if settings.strategy and settings.payload == "update" and settings.server_lr not in (0.0, 1.0):
+        raise ConfigError(
+            f"server-lr must be 0 or 1 with strategy {settings.strategy!r} and payload 'update',"
+            f" got {settings.server_lr}; the strategy has a step size of its own"
         )

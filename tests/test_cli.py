@@ -83,6 +83,14 @@ def test_run_without_a_checkout_says_that_it_needs_one(
         ("lr=-1", "error: lr must be above 0, got -1.0"),
         ("format=e5m2", "error: -c values must be numbers, true, false or quoted strings"),
         ("coder='ans'", "error: coder must be"),
+        ("lr=inf", "error: lr must be finite, got inf"),
+        ("dataset='cifar10' data-dir='nowhere'", "error: data-dir must be a folder with CIFAR-10"),
+        ("buffers='local'", "error: buffers must be 'coded' or 'raw' here, got 'local'"),
+        ("min-replies=9", "error: min-replies must be at most num-clients, got 9"),
+        (
+            "strategy='fedadam' payload='update' server-lr=0.5",
+            "error: server-lr must be 0 or 1 with strategy 'fedadam'",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2_before_anything_starts(
