@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from co3_flower import kernels
 
+_FLOAT32 = np.dtype(np.float32)
+
 
 def compensate(
     update: NDArray[np.float32], residual: NDArray[np.float32] | None, gamma: float
@@ -63,15 +65,15 @@ def check_residual(
     names, shapes : sequences
         The error-fed tensors of the present update.
     """
-    missing = [name for name in names if name not in residual]
-    extra = sorted(set(residual) - set(names))
-    if missing or extra:
+    if residual.keys() != set(names):
+        missing = [name for name in names if name not in residual]
+        extra = sorted(set(residual) - set(names))
         raise ValueError(
             f"residual must hold exactly the coded tensors of the update, "
             f"got missing {missing} and extra {extra}"
         )
     for name, shape in zip(names, shapes, strict=True):
         array = residual[name]
-        if np.shape(array) != shape or getattr(array, "dtype", None) != np.float32:
+        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != _FLOAT32:
             got = f"{getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}"
             raise ValueError(f"residual must be float32 {shape}, got {got} in {name!r}")

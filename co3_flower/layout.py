@@ -63,7 +63,7 @@ class Layout:
         for name, value in like.items():
             if not isinstance(value, np.ndarray | np.generic):
                 value = _as_array(name, value)
-            dtype = value.dtype.newbyteorder("=")
+            dtype = value.dtype if value.dtype.isnative else value.dtype.newbyteorder("=")
             _check_dtype(name, dtype)
             shapes.append(value.shape)
             dtypes.append(dtype)

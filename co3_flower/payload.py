@@ -142,15 +142,12 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
             sizes[: kernels.write_varints(parts.sizes, sizes)].tobytes(),
         ]
     )
-    body = b"".join(
-        [
-            frame,
-            bytes(-len(frame) % 4),
-            parts.words.astype(WORDS[coder], copy=False).data,
-            *parts.raw,
-        ]
-    )
-    return body + _CRC.pack(zlib.crc32(body))
+    code = parts.words.astype(WORDS[coder], copy=False).data
+    sections = [frame, bytes(-len(frame) % 4), code, *parts.raw]
+    crc = 0
+    for section in sections:
+        crc = zlib.crc32(section, crc)
+    return b"".join([*sections, _CRC.pack(crc)])
 
 
 def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Plan]:
