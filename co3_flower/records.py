@@ -101,14 +101,16 @@ class TrainSettings:
             PREFIX + SERVER_ROUND: self.server_round,
             PREFIX + "payload-kind": self.payload_kind,
             PREFIX + "compressor": self.compressor,
-            PREFIX + "raw": _join(self.raw),
-            PREFIX + "buffers": _join(self.buffers),
             PREFIX + "buffers-kind": self.buffers_kind,
         }
-        for key, text in (("memory-dir", self.memory_dir), ("experiment-id", self.experiment_id)):
-            if text:
-                scalars[PREFIX + key] = text
-        return scalars
+        texts = {
+            "raw": _join(self.raw),
+            "buffers": _join(self.buffers),
+            "memory-dir": self.memory_dir,
+            "experiment-id": self.experiment_id,
+        }
+        # Flower's own counting of a message's size fails on empty texts: absent means empty
+        return scalars | {PREFIX + key: text for key, text in texts.items() if text}
 
     @classmethod
     def from_scalars(cls, config: Mapping[str, ConfigRecordValues]) -> TrainSettings:

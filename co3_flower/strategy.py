@@ -340,6 +340,11 @@ class CO3Strategy(Strategy):
 
     def _find_roles(self, arrays: ArrayRecord) -> TensorRoles:
         layout = Layout.of({name: values_of(array) for name, array in arrays.items()})
+        if self.buffer_keys is None and all(name.isdigit() for name in layout.names):
+            logger.warning(
+                "arrays must have names for BatchNorm's statistics to be found, got '0', '1', ...; "
+                "if the model has any, give buffer_keys (() if not)"
+            )
         return find_roles(layout, self.codec, self.buffers, self.buffer_keys)
 
     def _settings(self, server_round: int, roles: TensorRoles) -> TrainSettings:

@@ -164,7 +164,12 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
     _check_packages()
     _check_machine(settings)
     folder = Path(settings.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run-dir must be a folder that can be made, got {str(folder)!r} ({error.strerror})"
+        ) from None
     log = folder / "flower.log"
     num_cpus = os.cpu_count() or 1
     num_processes = min(num_cpus, settings.num_clients)

@@ -233,7 +233,26 @@ def test_buffers_follow_the_clients(buffers: str) -> None:
 def test_server_sends_the_positions_of_the_buffers() -> None:
     _, grid = run(make_strategy(CodecConfig()), model=initial_model(buffers=True))
     config = grid.sent[0].content["config"]
-    assert (config["co3.buffers"], config["co3.raw"]) == ("2,3,4", "")
+    assert config["co3.buffers"] == "2,3,4"
+    assert "co3.raw" not in config  # Flower cannot count the bytes of an empty text
+
+
+def test_train_message_can_be_counted_by_flower() -> None:
+    _, grid = run(make_strategy(CodecConfig()))
+    assert all(record.count_bytes() > 0 for record in grid.sent[0].content.values())
+
+
+def test_unnamed_arrays_bring_a_warning_that_asks_for_buffer_keys(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = initial_model(buffers=True)
+    unnamed = ArrayRecord({str(i): Array(array) for i, array in enumerate(model.values())})
+    strategy = make_strategy(CodecConfig())
+    strategy._find_roles(unnamed)
+    assert "give buffer_keys" in caplog.text
+    caplog.clear()
+    make_strategy(CodecConfig(), buffer_keys=())._find_roles(unnamed)
+    assert "give buffer_keys" not in caplog.text
 
 
 def test_server_sends_raw_buffers_as_raw_positions() -> None:
