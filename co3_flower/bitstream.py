@@ -63,6 +63,28 @@ def chunk_size(num_symbols: int, num_bits: int) -> int:
     return max(1, min(num_symbols, max(MIN_CHUNK_SYMBOLS, size)))
 
 
+def _encode_chunks(
+    encode: Callable[[int, int], NDArray[Any]], num_chunks: int, num_threads: int
+) -> NDArray[Any]:
+    """Join the words that encode(first, last) makes of runs of chunks."""
+    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
+    parts: list[NDArray[Any]] = run_parts(encode, bounds, num_threads)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint16)])
+
+
+def _decode_chunks(
+    decode: Callable[[int, int], int], num_chunks: int, sizes: NDArray[np.int64], num_threads: int
+) -> None:
+    """Call decode(first, last) on runs of chunks; raise for the first stream that it names."""
+    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
+    for stream in run_parts(decode, bounds, num_threads):
+        if stream >= 0:
+            raise PayloadError(
+                f"code must fill the {sizes[stream]} words of its stream, "
+                f"got another length in stream {stream}"
+            )
+
+
 def encode_symbols(
     tables: Tables,
     symbols: NDArray[np.uint8],
@@ -101,11 +123,7 @@ def encode_symbols(
         encode = _huffman_encoder(tables, *arguments)
     else:
         encode = _rans_encoder(tables, *arguments)
-    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
-    parts: list[NDArray[Any]] = run_parts(encode, bounds, num_threads)
-    parts = parts or [np.empty(0, np.uint16)]
-    words = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return words, sizes
+    return _encode_chunks(encode, num_chunks, num_threads), sizes
 
 
 def decode_symbols(
@@ -167,13 +185,7 @@ def decode_symbols(
             )  # fmt: skip
             return bad
 
-    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
-    for stream in run_parts(decode, bounds, num_threads):
-        if stream >= 0:
-            raise PayloadError(
-                f"code must fill the {sizes[stream]} words of its stream, "
-                f"got another length in stream {stream}"
-            )
+    _decode_chunks(decode, num_chunks, sizes, num_threads)
     return symbols
 
 
@@ -222,9 +234,7 @@ def encode_structured(
         )  # fmt: skip
         return words[:used]
 
-    bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
-    parts: list[NDArray[Any]] = run_parts(encode, bounds, num_threads) or [np.empty(0, word)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts), sizes
+    return _encode_chunks(encode, num_chunks, num_threads), sizes
 
 
 def decode_structured(
@@ -262,14 +272,7 @@ def decode_structured(
         return bad
 
     num_chunks = sizes.size // (num_streams if is_huffman else 1)
-    for stream in run_parts(
-        decode, split_evenly(np.ones(num_chunks, np.int64), num_threads), num_threads
-    ):
-        if stream >= 0:
-            raise PayloadError(
-                f"code must fill the {sizes[stream]} words of its stream, "
-                f"got another length in stream {stream}"
-            )
+    _decode_chunks(decode, num_chunks, sizes, num_threads)
     return out
 
 

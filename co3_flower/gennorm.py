@@ -109,9 +109,7 @@ def fit_gennorm(x: ArrayLike) -> GenNorm:
     arXiv 2111.07599, the maximum-likelihood fit of alpha and beta.
     """
     flat = _flat_float32(x)
-    alpha, beta, zeros, bad, _, _ = kernels.fit_histogram(flat.view(np.uint32), *_work_arrays())
-    if bad:
-        raise ValueError(f"x must be finite, got {bad} entries that are NaN or infinite")
+    alpha, beta, zeros, _, _, _ = fit_flat(flat)
     return GenNorm(float(alpha), float(beta), float(zeros / flat.size) if flat.size else 1.0)
 
 
@@ -167,10 +165,22 @@ def _flat_float32(x: ArrayLike) -> NDArray[np.float32]:
     return np.ascontiguousarray(x, dtype=np.float32).reshape(-1)
 
 
-def _work_arrays() -> tuple[NDArray[np.uint32], NDArray[np.float64], NDArray[np.float64]]:
+def fit_flat(
+    flat: NDArray[np.float32],
+) -> tuple[float, float, int, NDArray[np.float64], int, int]:
+    """Return alpha, beta, zeros, the folded histogram, its first bin and its last + 1.
+
+    Raises
+    ------
+    ValueError
+        If an entry is NaN or infinite.
+    """
     bins = 256 << kernels.COARSE_BITS
-    return (
-        np.zeros((4, bins), np.uint32),
-        np.zeros(bins, np.float64),
-        np.zeros(2 << kernels.COARSE_BITS, np.float64),
+    histogram, folded = np.zeros((4, bins), np.uint32), np.zeros(bins, np.float64)
+    work = np.zeros(2 << kernels.COARSE_BITS, np.float64)
+    alpha, beta, zeros, bad, first, last = kernels.fit_histogram(
+        flat.view(np.uint32), histogram, folded, work
     )
+    if bad:
+        raise ValueError(f"x must be finite, got {bad} entries that are NaN or infinite")
+    return alpha, beta, zeros, folded, first, last

@@ -431,14 +431,6 @@ def quantize_block(v, symbols, scale, fmt):
 
 
 @_njit
-def dequantize(symbols, values, scale, out):
-    """Write f32(value / scale) of each symbol to float32 out."""
-    table = values / scale
-    for j in range(symbols.size):
-        out[j] = table[symbols[j]]
-
-
-@_njit
 def conversion_error(x, weights, scale, fmt):
     """Return the weighted mean squared error of converting float64 magnitudes x at `scale`.
 

@@ -233,7 +233,7 @@ def structure_cost(symbols, cols, zero, row_class, col_class, costs, every):
 
 
 @_njit
-def factor_bits(values, step):
+def factor_bits(values):
     """Roughly the bits that factors take: the entropy of their values, and a bit for dead ones."""
     counts = np.zeros(DEAD + 1, np.int64)
     for i in range(values.size):
@@ -299,7 +299,7 @@ def choose_mode(
     try_rows = np.zeros(rows, np.uint16)
     set_factors(row_logs, row_live, row_step, base, 0, MAX_ROW, try_rows)
     settle_factors(row_logs, row_live, live_entries / max(1, n_rows), gains, CENTRE, try_rows)
-    row_bits = factor_bits(try_rows, row_step)
+    row_bits = factor_bits(try_rows)
     cost = structure_cost(symbols, cols, zero, try_rows, flat_cols, costs, every) + row_bits
     if cost < best:
         best, mode = cost, ROW
@@ -320,7 +320,7 @@ def choose_mode(
     low, high = CENTRE // 2, CENTRE + CENTRE // 2 - 1  # so that a channel and a tap add up in range
     try_taps, both = np.zeros(taps, np.uint16), np.zeros(cols, np.uint16)
     set_factors(tap_logs, tap_live, i64(1), CENTRE, low, high, try_taps)
-    tap_bits = factor_bits(try_taps, i64(1)) if taps > 1 else 0.0
+    tap_bits = factor_bits(try_taps) if taps > 1 else 0.0
     if taps > 1:
         join_factors(np.full(channels, CENTRE, np.uint16), try_taps, both)
         bits = row_bits + tap_bits
@@ -334,7 +334,7 @@ def choose_mode(
         channel_logs, channel_live, live_entries / max(1, n_channels), gains, base, try_channels
     )
     join_factors(try_channels, try_taps, both)
-    bits = row_bits + factor_bits(try_channels, channel_step) + tap_bits
+    bits = row_bits + factor_bits(try_channels) + tap_bits
     cost = structure_cost(symbols, cols, zero, try_rows, both, costs, every) + bits
     if cost < best:
         best, mode = cost, ROW_CHANNEL_TAP
@@ -347,7 +347,7 @@ def choose_mode(
         try_cols = np.zeros(cols, np.uint16)
         set_factors(col_logs, col_live, col_step, CENTRE, 0, 2 * CENTRE - 1, try_cols)
         settle_factors(col_logs, col_live, live_entries / max(1, n_cols), gains, base, try_cols)
-        bits = row_bits + factor_bits(try_cols, col_step)
+        bits = row_bits + factor_bits(try_cols)
         cost = structure_cost(symbols, cols, zero, try_rows, try_cols, costs, every) + bits
         if cost < best:
             best, mode = cost, ROW_COLUMN
@@ -433,7 +433,6 @@ MODE_CONTEXTS = 16  # [mode bits]
 STEP_CONTEXTS = 32  # [kind, bits]
 STATE_CONTEXTS = 64  # [kind, last two, unary step]
 NUM_STATES = 5
-NUMBERS_AT = STATE_CONTEXTS + 4 * NUM_STATES * (ESCAPE + 1)
 NUM_CONTEXTS = 1024 + (1 << NUMBER_BITS)  # `code_number` uses those from 1,024 on
 
 

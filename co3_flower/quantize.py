@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from co3_flower import kernels
 from co3_flower.errors import ConfigError
 from co3_flower.formats import FloatFormat
+from co3_flower.gennorm import fit_flat
 
 KernelFormat: TypeAlias = tuple[
     np.float32, np.uint32, np.uint32, np.float32, np.uint32, np.int32, np.int32, bool
@@ -161,14 +162,7 @@ def choose_scale(
             f"scale must be one of {', '.join(map(repr, kernels.RULES))}, got {rule!r}"
         )
     v = np.ascontiguousarray(x, dtype=np.float32).reshape(-1)
-    bins = 256 << kernels.COARSE_BITS
-    histogram, folded = np.zeros((4, bins), np.uint32), np.zeros(bins, np.float64)
-    work = np.zeros(2 << kernels.COARSE_BITS, np.float64)
-    alpha, beta, _, bad, first, last = kernels.fit_histogram(
-        v.view(np.uint32), histogram, folded, work
-    )
-    if bad:
-        raise ValueError(f"x must be finite, got {bad} entries that are NaN or infinite")
+    alpha, beta, _, folded, first, last = fit_flat(v)
     scale = kernels.pick_scale(
         v,
         kernels.RULES.index(rule),
