@@ -18,9 +18,10 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels, kernels_rans, kernels_structure
+from co3_flower import kernels, kernels_rans, kernels_side, kernels_structure
 from co3_flower.errors import PayloadError
 from co3_flower.huffman import HuffmanTables
+from co3_flower.laws import no_laws
 from co3_flower.rans import RansTables
 from co3_flower.structure import Structure
 
@@ -381,48 +382,71 @@ def pack_tables(tables: Tables, table_of: NDArray[np.int64], num_tables: int) ->
     """Pack code tables, and for Huffman codes the table numbers below `num_tables`."""
     if isinstance(tables, HuffmanTables):
         data = np.zeros(tables.lengths.size * 40 + table_of.size * 32 + 64, np.uint8)
-        used = kernels.encode_tables(tables.lengths, tables.alphabets, table_of, num_tables, data)
+        used = kernels_side.encode_tables(
+            tables.lengths, tables.laws, tables.alphabets, table_of, num_tables, data
+        )
     else:
         data = np.zeros(tables.exponents.size * 80 + 64, np.uint8)
         used = kernels_rans.encode_weights(
-            tables.exponents, tables.mantissas, tables.alphabets, data
+            tables.exponents, tables.mantissas, tables.laws, tables.alphabets, data
         )
     return data[:used].tobytes()
 
 
 def unpack_huffman_tables(
-    data: NDArray[np.uint8], alphabets: NDArray[np.int64], num_tensors: int, num_tables: int
+    data: NDArray[np.uint8],
+    alphabets: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    edges_of: NDArray[np.int64],
+    num_tensors: int,
+    num_tables: int,
 ) -> tuple[HuffmanTables, NDArray[np.int64]]:
     """Undo `pack_tables`: the tables, and the table number of each of `num_tensors` tensors.
 
+    Table t is of the format whose borders (see `laws.log2_edges`) are edges[edges_of[t]].
+
     Raises
     ------
     PayloadError
-        If a table is no complete code, or a table number is too large.
+        If a table is no complete code, its law is out of range, or a table number is too large.
     """
     lengths = np.zeros((alphabets.size, int(alphabets.max(initial=1))), np.uint8)
-    table_of = np.zeros(num_tensors, np.int64)
-    bad = kernels.decode_tables(data, alphabets, num_tables, lengths, table_of)
+    laws, table_of = no_laws(alphabets.size), np.zeros(num_tensors, np.int64)
+    bad = kernels_side.decode_tables(
+        data, alphabets, edges, edges_of, num_tables, lengths, laws, table_of
+    )
     if bad >= 0:
         raise PayloadError(
-            f"code lengths must make a complete prefix code, got others in table {bad}"
+            "code lengths must make a complete prefix code and laws be in range, got others in "
+            f"table {bad}"
         )
     if table_of.size and table_of.max() >= num_tables:
         raise PayloadError(f"table number must be below {num_tables}, got {table_of.max()}")
-    return HuffmanTables(lengths, alphabets), table_of
+    return HuffmanTables(lengths, alphabets, laws), table_of
 
 
-def unpack_rans_tables(data: NDArray[np.uint8], alphabets: NDArray[np.int64]) -> RansTables:
-    """Undo `pack_tables`.
+def unpack_rans_tables(
+    data: NDArray[np.uint8],
+    alphabets: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    edges_of: NDArray[np.int64],
+) -> RansTables:
+    """Undo `pack_tables`; see `unpack_huffman_tables`.
 
     Raises
     ------
     PayloadError
-        If a table uses no symbol or holds a weight that is out of range.
+        If a table uses no symbol, or a weight or law is out of range.
     """
     shape = (alphabets.size, int(alphabets.max(initial=1)))
     exponents, mantissas = np.full(shape, -1, np.int8), np.zeros(shape, np.int8)
-    bad = kernels_rans.decode_weights(data, alphabets, exponents, mantissas)
+    frequencies, laws = np.zeros(shape, np.uint32), no_laws(alphabets.size)
+    bad = kernels_rans.decode_weights(
+        data, alphabets, edges, edges_of, exponents, mantissas, laws, frequencies
+    )
     if bad >= 0:
-        raise PayloadError(f"weights must use a symbol and be in range, got others in table {bad}")
-    return RansTables.from_sent(exponents, mantissas, alphabets)
+        raise PayloadError(
+            f"weights must use a symbol and be in range, as laws must, got others in table {bad}"
+        )
+    kernels_rans.explicit_frequencies(exponents, mantissas, frequencies)
+    return RansTables(exponents, mantissas, frequencies, alphabets, laws)

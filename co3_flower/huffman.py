@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from co3_flower import kernels
+from co3_flower.laws import no_laws
 
 T = TypeVar("T", bound=np.generic)
 
@@ -112,30 +113,44 @@ class HuffmanTables:
         Code lengths in bits, 0 for unused symbols; K is the largest alphabet.
     alphabets : int64 [tables]
         Size of each table's alphabet.
+    laws : int64 [tables, 4]
+        The law by which a table is sent (see `laws`); its first entry is -1 where the lengths are.
     """
 
     lengths: NDArray[np.uint8]
     alphabets: NDArray[np.int64]
+    laws: NDArray[np.int64]
 
     @classmethod
-    def from_weights(cls, weights: NDArray[np.int64]) -> HuffmanTables:
-        """Return optimal codes for weights [tables, K]: counts, or scaled probabilities."""
+    def from_weights(
+        cls, weights: NDArray[np.int64], laws: NDArray[np.int64] | None = None
+    ) -> HuffmanTables:
+        """Return optimal codes for weights [tables, K]: counts, probabilities, or those of laws."""
         lengths = np.zeros(weights.shape, np.uint8)
         kernels.huffman_tables(weights, MAX_LENGTH, lengths)
-        return cls(lengths, np.full(weights.shape[0], weights.shape[1], np.int64))
+        num, size = weights.shape
+        return cls(lengths, np.full(num, size, np.int64), no_laws(num) if laws is None else laws)
 
     @classmethod
     def joined(cls, groups: Sequence[HuffmanTables]) -> HuffmanTables:
         """Return all tables of several groups, whose alphabets may differ."""
-        lengths = pad_columns([group.lengths for group in groups])
-        return cls(lengths, np.concatenate([group.alphabets for group in groups]))
+        return cls(
+            pad_columns([group.lengths for group in groups]),
+            np.concatenate([group.alphabets for group in groups]),
+            np.concatenate([group.laws for group in groups]),
+        )
+
+    def take(self, rows: NDArray[np.int64]) -> HuffmanTables:
+        """Return the tables of the given numbers."""
+        return HuffmanTables(self.lengths[rows], self.alphabets[rows], self.laws[rows])
 
     def distinct(self) -> tuple[HuffmanTables, NDArray[np.int64]]:
         """Return the different tables in order of appearance, and the number of each of these."""
         numbers: dict[bytes, int] = {}
         table_of = [numbers.setdefault(row.tobytes(), len(numbers)) for row in self.lengths]
-        rows = np.frombuffer(b"".join(numbers), np.uint8).reshape(-1, self.lengths.shape[1])
-        return HuffmanTables(rows, self.alphabets[: len(numbers)]), np.array(table_of, np.int64)
+        table_numbers = np.array(table_of, np.int64)
+        firsts = np.unique(table_numbers, return_index=True)[1]
+        return self.take(firsts), table_numbers
 
     def code_bits(
         self, counts: NDArray[np.int64], table_of: NDArray[np.int64]

@@ -21,13 +21,17 @@ import numpy as np
 from numpy import int64 as i64
 from numpy import uint8 as u8
 
-from co3_flower.kernels import (
-    _njit,
+from co3_flower.kernels import _njit, tensor_at
+from co3_flower.kernels_side import (
+    BY_LAW,
+    NUMBER_CONTEXTS,
     code_bit,
+    code_law,
     code_number,
     read_bit,
+    read_law,
     read_number,
-    tensor_at,
+    table_by_law,
     used_context,
 )
 
@@ -42,7 +46,7 @@ MANTISSA_BITS = 4  # of the weights that are sent; their exponents take the plac
 TOP_EXPONENT = 20  # of the largest weight of a table
 MAX_STEPS = 2 * TOP_EXPONENT
 SPLIT_BITS = 14.0  # about what a second weight takes
-NUM_CONTEXTS = 1024 + (1 << MANTISSA_BITS)
+NUM_CONTEXTS = NUMBER_CONTEXTS + (1 << MANTISSA_BITS)
 
 
 @_njit
@@ -75,22 +79,27 @@ def coarse_weights(counts, exponents, mantissas):
 
 
 @_njit
-def frequencies(exponents, mantissas, out):
-    """Frequencies [K] that sum to 2**14 from sent weights, in integers: the same on both ends.
+def sent_weights(exponents, mantissas, weights):
+    """Write the weights, int64 [K], that exponents and mantissas stand for."""
+    for k in range(weights.size):
+        weights[k] = 0
+        if exponents[k] >= 0:
+            weights[k] = (i64(16) + mantissas[k]) << i64(exponents[k])
+
+
+@_njit
+def frequencies(weights, out):
+    """Frequencies [K] that sum to 2**14 from weights, in integers: the same on both ends.
 
     Each used symbol gets at least 1; what rounding leaves over or takes too much is settled with
     the most frequent symbols, in turn.
     """
-    total = i64(0)
-    for k in range(out.size):
-        if exponents[k] >= 0:
-            total += (i64(16) + mantissas[k]) << i64(exponents[k])
+    total = weights.sum()
     rest = i64(TOTAL)
     for k in range(out.size):
         out[k] = 0
-        if exponents[k] >= 0:
-            weight = (i64(16) + mantissas[k]) << i64(exponents[k])
-            f = max(i64(1), (weight * TOTAL + total // 2) // total)
+        if weights[k] > 0:
+            f = max(i64(1), (weights[k] * TOTAL + total // 2) // total)
             out[k] = f
             rest -= f
     while rest != 0:
@@ -105,10 +114,20 @@ def frequencies(exponents, mantissas, out):
 
 
 @_njit
-def table_frequencies(exponents, mantissas, out):
-    """`frequencies` for each table [T, K]."""
+def explicit_frequencies(exponents, mantissas, out):
+    """Frequencies of each explicit table [T, K]; those of others, without a symbol, stay."""
+    weights = np.zeros(out.shape[1], np.int64)
     for t in range(out.shape[0]):
-        frequencies(exponents[t], mantissas[t], out[t])
+        sent_weights(exponents[t], mantissas[t], weights)
+        if weights.any():
+            frequencies(weights, out[t])
+
+
+@_njit
+def law_frequencies(weights, out):
+    """`frequencies` for each row of weights [T, K]."""
+    for t in range(out.shape[0]):
+        frequencies(weights[t], out[t])
 
 
 @_njit
@@ -147,7 +166,7 @@ def encode_weight(exponent, mantissa, before, j, odds, state, data):
         code_bit(1, odds, exponent_context(j, step), state, data)
     if steps < MAX_STEPS:
         code_bit(0, odds, exponent_context(j, steps), state, data)
-    code_number(mantissa, MANTISSA_BITS, odds, state, data)
+    code_number(mantissa, MANTISSA_BITS, odds, NUMBER_CONTEXTS, state, data)
 
 
 @_njit
@@ -157,20 +176,25 @@ def decode_weight(before, j, odds, state, data):
     while steps < MAX_STEPS and read_bit(odds, exponent_context(j, steps), state, data):
         steps += 1
     exponent = before + (steps // 2 if steps % 2 == 0 else -(steps + 1) // 2)
-    return exponent, read_number(MANTISSA_BITS, odds, state, data)
+    return exponent, read_number(MANTISSA_BITS, odds, NUMBER_CONTEXTS, state, data)
 
 
 @_njit
-def encode_weights(exponents, mantissas, sizes, data):
-    """Code the weights of all tables [T, K] into uint8 data; returns the bytes.
+def encode_weights(exponents, mantissas, laws, sizes, data):
+    """Code the laws or weights of all tables [T, K] into uint8 data; returns the bytes.
 
-    Magnitudes go in ascending order: whether each of the two symbols occurs, whether their weights
-    differ, and the weight or weights.
+    A bit says whether a table is a law's. Magnitudes go in ascending order: whether each of the two
+    symbols occurs, whether their weights differ, and the weight or weights.
     """
     odds = np.full(NUM_CONTEXTS, 32768, np.int64)
     state = np.array([0, 0xFFFFFFFF, 0], np.int64)
+    ratio = i64(0)
     for t in range(exponents.shape[0]):
         zero = sizes[t] // 2
+        if code_bit(1 if laws[t, 0] >= 0 else 0, odds, BY_LAW, state, data):
+            code_law(laws[t], ratio, zero + 1, odds, state, data)
+            ratio = laws[t, 1]
+            continue
         before, neighbour = i64(TOP_EXPONENT), 1
         for j in range(zero + 1):
             e, m = i64(exponents[t, zero + j]), i64(mantissas[t, zero + j])
@@ -194,16 +218,29 @@ def encode_weights(exponents, mantissas, sizes, data):
 
 
 @_njit
-def decode_weights(data, sizes, exponents, mantissas):
-    """Read what `encode_weights` wrote; returns -1, or a table without symbols or out of range."""
+def decode_weights(data, sizes, edges, edges_of, exponents, mantissas, laws, freqs):
+    """Read what `encode_weights` wrote; returns -1, or a table without symbols or out of range.
+
+    Table t is of the format whose borders are edges[edges_of[t]]; `freqs` [T, K] gets those of
+    laws.
+    """
     odds = np.full(NUM_CONTEXTS, 32768, np.int64)
     state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
     for b in range(4):
         state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    ratio = i64(0)
     for t in range(exponents.shape[0]):
         zero = sizes[t] // 2
-        before, neighbour, used = i64(TOP_EXPONENT), 1, 0
         exponents[t, :] = -1
+        if read_bit(odds, BY_LAW, state, data):
+            if not read_law(laws[t], ratio, zero + 1, odds, state, data):
+                return t
+            ratio = laws[t, 1]
+            weights = np.zeros(sizes[t], np.int64)
+            table_by_law(laws[t], edges[edges_of[t]], weights)
+            frequencies(weights, freqs[t, : sizes[t]])
+            continue
+        before, neighbour, used = i64(TOP_EXPONENT), 1, 0
         for j in range(zero + 1):
             plus = read_bit(odds, used_context(0, j, neighbour, 0), state, data)
             minus, split = 0, 0

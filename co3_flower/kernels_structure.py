@@ -19,18 +19,7 @@ from numpy import uint8 as u8
 from numpy import uint32 as u32
 from numpy import uint64 as u64
 
-from co3_flower.kernels import (
-    WINDOW,
-    _njit,
-    code_bit,
-    code_number,
-    law_cells,
-    put,
-    read_bit,
-    read_number,
-    tensor_at,
-    window_at,
-)
+from co3_flower.kernels import WINDOW, _njit, law_cells, put, tensor_at, window_at
 from co3_flower.kernels_rans import (
     FREQUENCY_BITS,
     LOW,
@@ -42,6 +31,7 @@ from co3_flower.kernels_rans import (
     refill,
     write_states,
 )
+from co3_flower.kernels_side import code_bit, code_number, read_bit, read_number
 
 NONE, ROW, ROW_TAP, ROW_CHANNEL_TAP, ROW_COLUMN = 0, 1, 2, 3, 4  # modes of a tensor
 CENTRE = 64  # what stands for "as the row says" in a column
@@ -277,6 +267,9 @@ def choose_mode(
         row_class[0] = DEAD
         return NONE
     magnitude_sums(symbols, residual, values, scale, unit, cols, row_sums, col_sums)
+    # at a low rate rows of zeros are chance: telling them apart would cost more than it saves
+    row_live |= row_sums > 0
+    col_live |= col_sums > 0
     cells = np.float64(scale) * unit / 4096.0
     whole = float(row_sums.sum()) * cells
     level = log_class(whole / (rows * cols))
@@ -422,8 +415,9 @@ def count_classes(symbols, cols, row_class, col_class, first, counts):
 
 # --- factors on the wire --------------------------------------------------------------------------
 #
-# One adaptive binary code for all tensors (see `kernels.code_bit`). Deviations go in zigzag order,
-# in unary up to ESCAPE; contexts know the kind of factor and how far the last two lay from zero.
+# One adaptive binary code for all tensors (see `kernels_side.code_bit`). Deviations go in zigzag
+# order, in unary up to ESCAPE; contexts know the kind of factor and how far the last two lay from
+# zero.
 
 ROWS, CHANNELS, TAPS, COLUMNS = 0, 1, 2, 3  # kinds of factors
 ESCAPE = 20
@@ -433,7 +427,8 @@ MODE_CONTEXTS = 16  # [mode bits]
 STEP_CONTEXTS = 32  # [kind, bits]
 STATE_CONTEXTS = 64  # [kind, last two, unary step]
 NUM_STATES = 5
-NUM_CONTEXTS = 1024 + (1 << NUMBER_BITS)  # `code_number` uses those from 1,024 on
+NUMBER_CONTEXTS = 1024
+NUM_CONTEXTS = NUMBER_CONTEXTS + (1 << NUMBER_BITS)
 
 
 @_njit
@@ -483,7 +478,7 @@ def code_factors(values, stride, base, step, kind, odds, state, data):
         if number < ESCAPE:
             code_bit(0, odds, state_context(kind, near, number), state, data)
         else:
-            code_number(number - ESCAPE, NUMBER_BITS, odds, state, data)
+            code_number(number - ESCAPE, NUMBER_BITS, odds, NUMBER_CONTEXTS, state, data)
         two = one
         one = abs(difference)
 
@@ -501,7 +496,7 @@ def read_factors(values, stride, base, step, kind, odds, state, data):
         while number < ESCAPE and read_bit(odds, state_context(kind, near, number), state, data):
             number += 1
         if number == ESCAPE:
-            number += read_number(NUMBER_BITS, odds, state, data)
+            number += read_number(NUMBER_BITS, odds, NUMBER_CONTEXTS, state, data)
         difference = number // 2 if number % 2 == 0 else -(number + 1) // 2
         value = base + difference * step
         if value < 0 or value > MAX_ROW:
@@ -538,10 +533,10 @@ def code_tensor(mode, row_class, col_class, tap_class, sent, odds, state, data):
         dead = 1 if row_class[0] >= DEAD else 0
         code_bit(dead, odds, MODE_CONTEXTS + 8, state, data)
         if not dead:
-            code_number(i64(row_class[0]), 8, odds, state, data)
+            code_number(i64(row_class[0]), 8, odds, NUMBER_CONTEXTS, state, data)
         return
     base = sent[2]
-    code_number(base, 8, odds, state, data)
+    code_number(base, 8, odds, NUMBER_CONTEXTS, state, data)
     code_step(sent[0], ROWS, odds, state, data)
     code_factors(row_class, 1, base, sent[0], ROWS, odds, state, data)
     if mode == ROW_CHANNEL_TAP:
@@ -564,9 +559,9 @@ def read_tensor(row_class, col_class, tap_class, odds, state, data):
     if mode == NONE:
         row_class[0] = DEAD
         if read_bit(odds, MODE_CONTEXTS + 8, state, data) == 0:
-            row_class[0] = read_number(8, odds, state, data)
+            row_class[0] = read_number(8, odds, NUMBER_CONTEXTS, state, data)
         return mode
-    base = read_number(8, odds, state, data)
+    base = read_number(8, odds, NUMBER_CONTEXTS, state, data)
     step = read_step(ROWS, odds, state, data)
     sound = read_factors(row_class, 1, base, step, ROWS, odds, state, data)
     col_class[:] = CENTRE

@@ -1,4 +1,4 @@
-"""The byte layout of a payload, version 0, and every check on foreign bytes.
+"""The byte layout of a payload, version 1, and every check on foreign bytes.
 
 Little-endian; see the table in the README. What a field says is checked against the layout and the
 length of the bytes before anything is allocated for it.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels
+from co3_flower import kernels_side, laws
 from co3_flower.bitstream import (
     MIN_CHUNK_SYMBOLS,
     Tables,
@@ -31,12 +31,12 @@ from co3_flower.rans import RansTables
 from co3_flower.structure import Structure, read_structure
 
 MAGIC = b"CO3F"
-VERSION = 0
+VERSION = 1
 SCHEME_CO3, SCHEME_NONE = 0, 1
 CODERS = (HuffmanTables, RansTables)  # by the header's coder byte
 WORDS = (np.dtype("<u4"), np.dtype("<u2"))  # of their code
 BUFFER_FORMAT = FloatFormat.parse("e4m3")
-MAX_STREAMS = 16
+MAX_STREAMS = 255
 
 # magic, version, scheme, flags, coder, format, streams, tables, layout digest, min_numel, symbols
 # per chunk, bytes of structure, bytes of tables, words of code, bytes of raw tensors
@@ -139,7 +139,7 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
             parts.scales.astype("<f4").tobytes(),
             structure,
             tables,
-            sizes[: kernels.write_varints(parts.sizes, sizes)].tobytes(),
+            sizes[: kernels_side.write_varints(parts.sizes, sizes)].tobytes(),
         ]
     )
     code = parts.words.astype(WORDS[coder], copy=False).data
@@ -349,10 +349,14 @@ def _read_tables(
         raise PayloadError(f"code tables must be {fewest} to {most}, got {num_tables}")
     alphabets = np.array(sizes + [BUFFER_FORMAT.num_values] * int(plan.has_buffers), np.int64)
     tables: Tables
+    edges = laws.edges_of((fmt, BUFFER_FORMAT))
+    edges_of = np.zeros(alphabets.size, np.int64)
+    edges_of[len(sizes) :] = 1
     if CODERS[coder] is HuffmanTables:
-        tables, own = unpack_huffman_tables(data, alphabets, num_own, num_tables)
+        tables, own = unpack_huffman_tables(data, alphabets, edges, edges_of, num_own, num_tables)
     else:
-        tables, own = unpack_rans_tables(data, alphabets), np.arange(num_own)
+        tables = unpack_rans_tables(data, alphabets, edges, edges_of)
+        own = np.arange(num_own)
     if structure is not None:
         return tables, of_buffers
     of_pool = np.full(plan.num_pooled, num_tables, np.int64)
@@ -366,7 +370,7 @@ def _read_sizes(reader: _Reader, count: int, num_words: int) -> NDArray[np.int64
             "it was truncated"
         )
     sizes = np.zeros(count, np.int64)
-    used = kernels.read_varints(np.frombuffer(reader.rest, np.uint8), sizes)
+    used = kernels_side.read_varints(np.frombuffer(reader.rest, np.uint8), sizes)
     if used < 0:
         raise PayloadError(f"stream lengths must be {count} numbers of at most 35 bits, got others")
     reader.take(used, "stream lengths")

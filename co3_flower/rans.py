@@ -2,8 +2,8 @@
 
 A Huffman code spends at least one bit on every symbol; rANS spends -log2 of the symbol's frequency,
 which may be a hundredth of a bit. Frequencies sum to 2**14. What is sent of a table is a weight of
-5 significant bits per magnitude, from which both ends derive the same frequencies in integers; that
-costs 0.1 % of the code at 1 bit per symbol and above, and about 1 % at 0.006.
+5 significant bits per magnitude, or a law, from which both ends derive the same frequencies in
+integers; the former costs 0.1 % of the code at 1 bit per symbol and above, and about 1 % at 0.006.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from co3_flower import kernels_rans
 from co3_flower.huffman import pad_columns
+from co3_flower.laws import no_laws
 
 
 @dataclass(frozen=True)
@@ -30,35 +31,33 @@ class RansTables:
         Each row sums to 2**14.
     alphabets : int64 [tables]
         Size of each table's alphabet.
+    laws : int64 [tables, 4]
+        The law by which a table is sent (see `laws`); its first entry is -1 where the weights are.
     """
 
     exponents: NDArray[np.int8]
     mantissas: NDArray[np.int8]
     frequencies: NDArray[np.uint32]
     alphabets: NDArray[np.int64]
+    laws: NDArray[np.int64]
 
     @classmethod
-    def from_weights(cls, weights: NDArray[np.int64]) -> RansTables:
-        """Return tables for weights [tables, K]: counts, or scaled probabilities."""
+    def from_weights(
+        cls, weights: NDArray[np.int64], laws: NDArray[np.int64] | None = None
+    ) -> RansTables:
+        """Return tables for weights [tables, K]: counts, probabilities, or those of laws."""
         exponents = np.full(weights.shape, -1, np.int8)
         mantissas = np.zeros(weights.shape, np.int8)
-        for row, exponent, mantissa in zip(weights, exponents, mantissas, strict=True):
-            kernels_rans.coarse_weights(row, exponent, mantissa)
-        return cls.from_sent(
-            exponents, mantissas, np.full(weights.shape[0], weights.shape[1], np.int64)
-        )
-
-    @classmethod
-    def from_sent(
-        cls,
-        exponents: NDArray[np.int8],
-        mantissas: NDArray[np.int8],
-        alphabets: NDArray[np.int64],
-    ) -> RansTables:
-        """Return the tables that sent weights stand for; each row must use a symbol."""
-        frequencies = np.zeros(exponents.shape, np.uint32)
-        kernels_rans.table_frequencies(exponents, mantissas, frequencies)
-        return cls(exponents, mantissas, frequencies, alphabets)
+        frequencies = np.zeros(weights.shape, np.uint32)
+        if laws is None:
+            laws = no_laws(weights.shape[0])
+            for row, exponent, mantissa in zip(weights, exponents, mantissas, strict=True):
+                kernels_rans.coarse_weights(row, exponent, mantissa)
+            kernels_rans.explicit_frequencies(exponents, mantissas, frequencies)
+        else:
+            kernels_rans.law_frequencies(weights, frequencies)
+        alphabets = np.full(weights.shape[0], weights.shape[1], np.int64)
+        return cls(exponents, mantissas, frequencies, alphabets, laws)
 
     @classmethod
     def joined(cls, groups: Sequence[RansTables]) -> RansTables:
@@ -68,6 +67,17 @@ class RansTables:
             pad_columns([group.mantissas for group in groups]),
             pad_columns([group.frequencies for group in groups]),
             np.concatenate([group.alphabets for group in groups]),
+            np.concatenate([group.laws for group in groups]),
+        )
+
+    def take(self, rows: NDArray[np.int64]) -> RansTables:
+        """Return the tables of the given numbers."""
+        return RansTables(
+            self.exponents[rows],
+            self.mantissas[rows],
+            self.frequencies[rows],
+            self.alphabets[rows],
+            self.laws[rows],
         )
 
     def distinct(self) -> tuple[RansTables, NDArray[np.int64]]:

@@ -6,6 +6,7 @@ buffers another. Equal tables are sent once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,13 @@ from co3_flower.bitstream import (
 )
 from co3_flower.formats import FloatFormat
 from co3_flower.huffman import HuffmanTables
+from co3_flower.laws import fit_law, law_weights, nearest_laws
 from co3_flower.layout import Layout, Plan
 from co3_flower.rans import RansTables
 from co3_flower.structure import Structure, choose_structure, is_worth_a_try
 
 LAWS = ("gennorm", "norm", "laplace")
+_LAW_BITS = 20.0  # about what a table by law takes
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,11 @@ class Converted:
         positive = self.fmt.values[self.fmt.zero :]
         kernels.law_weights(*laws, self.scales[:num], positive, counts, weights)
         return weights
+
+    def own_laws(self, num: int, prior: str) -> NDArray[np.int64]:
+        """Return the laws [num, 4] as which the tables of the first tensors may be sent."""
+        alphas, betas, zeros = (x[:num] for x in self.law(prior))
+        return nearest_laws(prior, alphas, betas, zeros, self.scales[:num], self.counts[:num])
 
     def shared_weights(self, first: int, prior: str) -> NDArray[np.int64]:
         """Return weights [1, K] for one code table of the tensors from `first` on."""
@@ -171,7 +179,9 @@ def choose_tables(
         streams' padding decides.
     """
     priors = ("empirical", *LAWS) if prior == "auto" else (prior,)
-    choices = [_make_tables(plan, coded, buffers, each, coder) for each in priors]
+    choices = [_make_tables(plan, coded, buffers, (each,), coder) for each in priors]
+    if len(priors) > 1:
+        choices.append(_make_tables(plan, coded, buffers, priors, coder))
     if structure == "auto" and is_worth_a_try(layout, plan):
         classes, counts = choose_structure(
             layout, plan, coded.fmt, symbols, residual, coded.scales, coded.fits[:, 3]
@@ -198,15 +208,26 @@ def code_bits(
 
 
 def _make_tables(
-    plan: Plan, coded: Converted, buffers: Converted, prior: str, coder: str
+    plan: Plan, coded: Converted, buffers: Converted, priors: Sequence[str], coder: str
+) -> CodeTables:
+    """Return tables by the given priors: all explicit, or some by law if that is smaller."""
+    choices = [
+        _explicit_or_not(plan, coded, buffers, priors, coder, laws) for laws in (False, True)
+    ]
+    return min(choices, key=lambda choice: choice.num_bits)
+
+
+def _explicit_or_not(
+    plan: Plan, coded: Converted, buffers: Converted, priors: Sequence[str], coder: str, laws: bool
 ) -> CodeTables:
     make = _maker(coder)
-    own, table_of = make.from_weights(coded.own_weights(plan.num_own, prior)).distinct()
+    own = _own_tables(coded, plan.num_own, priors, make, laws)
+    own, table_of = own.distinct()
     groups: list[Any] = [own]
     if plan.has_pool:
-        groups.append(make.from_weights(coded.shared_weights(plan.num_own, prior)))
+        groups.append(_shared_table(coded, plan.num_own, priors, make, laws))
     if plan.has_buffers:
-        groups.append(make.from_weights(buffers.shared_weights(0, prior)))
+        groups.append(_shared_table(buffers, 0, priors, make, laws))
     tables: Tables = make.joined(groups)
     num_own = own.alphabets.size
     of_pool = np.full(plan.num_pooled, num_own, np.int64)
@@ -215,15 +236,63 @@ def _make_tables(
     num_code_bits = (
         _code_bits(coded, tables, of_coded).sum() + _code_bits(buffers, tables, of_buffers).sum()
     )
-    num_table_bits = 8 * len(pack_tables(tables, table_of, num_own)) if tables.alphabets.size else 0
     return CodeTables(
         tables,
         np.concatenate([of_coded, of_buffers]),
         num_own,
         None,
-        int(num_code_bits) + num_table_bits,
+        int(num_code_bits) + _packed_bits(tables, table_of, num_own),
         int(num_code_bits),
     )
+
+
+def _own_tables(coded: Converted, num: int, priors: Sequence[str], make: Any, laws: bool) -> Any:
+    """Return a table for each of the first tensors, of several options the one of least bits."""
+    options = [make.from_weights(coded.own_weights(num, prior)) for prior in priors]
+    table_bits = [_bits_per_tensor(option) for option in options] if num else []
+    for prior in priors:
+        if laws and prior in LAWS:
+            by_law = coded.own_laws(num, prior)
+            options.append(make.from_weights(law_weights(by_law, coded.fmt), by_law))
+            table_bits.append(np.full(num, _LAW_BITS))
+    if len(options) == 1 or num == 0:
+        return options[0]
+    each, counts = np.arange(num), coded.counts[:num]
+    filled = counts.any(axis=1)
+    bits = np.array(table_bits)
+    for i, option in enumerate(options):
+        bits[i, filled] += option.code_bits(counts[filled], each[filled])
+    return make.joined(options).take(bits.argmin(axis=0) * num + each)
+
+
+def _shared_table(
+    group: Converted, first: int, priors: Sequence[str], make: Any, laws: bool
+) -> Any:
+    """Return one table for the tensors from `first` on: of several the one of least bits."""
+    counts = group.counts[first:].sum(axis=0)
+    options = [make.from_weights(group.shared_weights(first, prior)) for prior in priors]
+    for prior in priors:
+        if laws and prior in LAWS:
+            law = fit_law(prior, counts, group.fmt)
+            options.append(make.from_weights(law_weights(law, group.fmt), law))
+    one = np.zeros(1, np.int64)
+    bits = [
+        option.code_bits(counts[None], one)[0] + _packed_bits(option, one, 1) for option in options
+    ]
+    return options[int(np.argmin(bits))]
+
+
+def _bits_per_tensor(tables: Any) -> NDArray[np.float64]:
+    """Return about what each tensor's explicit table takes; equal tables share the bits of one."""
+    distinct, table_of = tables.distinct()
+    num = distinct.alphabets.size
+    users = np.bincount(table_of, minlength=num)
+    bits: NDArray[np.float64] = _packed_bits(distinct, table_of, num) / num / users[table_of]
+    return bits
+
+
+def _packed_bits(tables: Tables, table_of: NDArray[np.int64], num: int) -> int:
+    return 8 * len(pack_tables(tables, table_of, num)) if tables.alphabets.size else 0
 
 
 def _structured_tables(

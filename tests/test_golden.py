@@ -30,5 +30,5 @@ def test_golden_payload_is_what_the_encoder_writes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_payload_is_of_version_zero(name: str) -> None:
-    assert (FOLDER / f"{name}.bin").read_bytes()[:5] == b"CO3F\0"
+def test_golden_payload_is_of_version_one(name: str) -> None:
+    assert (FOLDER / f"{name}.bin").read_bytes()[:5] == b"CO3F\1"

@@ -17,7 +17,9 @@ PACKAGE = REPOSITORY / "co3_flower"
 # Reading order is data-flow order (DESIGN 2): a module imports only modules above it.
 ORDER = (
     "errors",
+    "law_table",
     "kernels",
+    "kernels_side",
     "kernels_rans",
     "kernels_structure",
     "kernels_analysis",
@@ -25,6 +27,7 @@ ORDER = (
     "layout",
     "feedback",
     "gennorm",
+    "laws",
     "quantize",
     "huffman",
     "rans",

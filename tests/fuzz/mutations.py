@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from co3_flower import kernels, kernels_rans, kernels_structure
+from co3_flower import kernels_rans, kernels_side, kernels_structure
 from co3_flower.bitstream import pack_tables
 from co3_flower.huffman import HuffmanTables
 from co3_flower.layout import Layout
@@ -223,20 +223,30 @@ def code_tables(rng: np.random.Generator, base: Base, bases: Sequence[Base]) -> 
     data = np.zeros(count * num_values * 80 + 64, np.uint8)
     shape = (count, num_values)
     sparse = rng.random(shape) < rng.random()
+    laws = np.stack(  # of those that a packer can write, any; most are out of range somewhere
+        [
+            rng.integers(-1, 32, count),
+            rng.integers(-1024, 1024, count) * rng.integers(0, 2, count),
+            rng.integers(0, 32, count),
+            rng.integers(0, num_values // 2 + 1, count),
+        ],
+        axis=1,
+    )
+    laws[rng.random(count) < rng.choice([0.0, 0.5, 1.0]), 0] = -1
     if base.sections.header["coder"] == RANS:
         exponents = np.where(sparse, rng.integers(0, 24, shape), -1).astype(np.int8)
         mantissas = rng.integers(0, 16, shape).astype(np.int8)
         mirrored = rng.random() < 0.5
         if mirrored:
             exponents, mantissas = np.maximum(exponents, exponents[:, ::-1]), mantissas * 0
-        used = kernels_rans.encode_weights(exponents, mantissas, alphabets, data)
+        used = kernels_rans.encode_weights(exponents, mantissas, laws, alphabets, data)
     else:
         lengths = np.where(sparse, rng.integers(1, 14, shape), 0).astype(np.uint8)
         if rng.random() < 0.3:
             lengths[:] = 0
             lengths[:, rng.integers(num_values)] = 1
         numbers = rng.integers(0, count, len(base.layout)).astype(np.int64)
-        used = kernels.encode_tables(lengths, alphabets, numbers, count, data)
+        used = kernels_side.encode_tables(lengths, laws, alphabets, numbers, count, data)
     sections = dataclasses.replace(base.sections, tables=data[:used].tobytes())
     if rng.random() < 0.5:
         sections = sections.telling(tables=count)
