@@ -26,7 +26,6 @@ from flwr.app import (
 )
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from benchmarks.grid import FIRST_NODE, InProcessGrid, identify, take_identity
 from benchmarks.harness import Row, parser
 from benchmarks.peak import (
     MIB,
@@ -39,6 +38,7 @@ from benchmarks.peak import (
 from benchmarks.report import Report
 from co3_flower import CO3Strategy, CodecConfig, encode_update
 from co3_flower.replies import add_reply_records, co3_scalars
+from sim.grid import FIRST_NODE, InProcessGrid, identify, take_identity
 
 MODULE = "benchmarks.server_memory"
 STRATEGIES = ("CO3", "FedAvg")

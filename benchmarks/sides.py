@@ -26,12 +26,12 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import nn
 
-from benchmarks.grid import InProcessGrid
 from benchmarks.harness import Row
 from co3_flower import CO3Strategy, CodecConfig, co3_mod
 from co3_flower.nodes import wait_for_nodes
 from co3_flower.records import client_id, count_bytes, derive_seed
 from sim.data import Images, load_data
+from sim.grid import InProcessGrid
 from sim.models import build_model
 from sim.task import local_sgd, seed_everything
 

@@ -1,14 +1,14 @@
-"""The commands that a checkout adds to `co3`: `co3 run`."""
+"""The commands that a checkout adds to `co3`: `co3 run`, `co3 sweep`."""
 
 import importlib.util
-import json
 import os
 import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -19,14 +19,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from co3_flower import Co3Error, ConfigError
 from sim.engine import Engine
-from sim.outputs import Row, check_is_unused, default_run_dir, format_table
+from sim.outputs import (
+    Row,
+    check_is_unused,
+    default_run_dir,
+    format_table,
+    read_rows,
+    read_summary,
+)
 from sim.settings import (
     DATASETS,
     Settings,
+    Value,
     check_together,
     expand_path,
     parse_overrides,
     read_config_file,
+)
+from sim.sweep import (
+    TABLE_NAME,
+    Point,
+    format_sweep_table,
+    pending_points,
+    point_name,
+    read_sweep_file,
+    run_points,
+    sole_owner,
 )
 
 DEFAULT_NUM_CLIENTS = 4
@@ -99,6 +117,46 @@ def register(app: typer.Typer, root: Path) -> None:
         summary = run_experiment(root, settings, Console())
         typer.echo(f"run-dir  {summary['run_dir']}\n{format_table(summary)}")
 
+    @app.command("sweep")
+    def sweep(
+        config: Annotated[
+            Path,
+            typer.Argument(
+                metavar="FILE.toml",
+                help="Settings and grids of values, as in configs/sweep-*.toml.",
+            ),
+        ],
+        override: Annotated[
+            list[str] | None,
+            typer.Option(
+                "-c",
+                "--run-config",
+                metavar='"KEY=VALUE ..."',
+                help="Settings that override those all points share; see `co3 run --help`.",
+            ),
+        ] = None,
+        jobs: Annotated[
+            int,
+            typer.Option("--jobs", min=1, help="Points at a time, each on one CPU core."),
+        ] = 1,
+    ) -> None:
+        r"""Run a grid of experiments, and go on where an earlier call was ended.
+
+        FILE.toml holds the settings that all points share, and tables \[\[grid]] of lists: a grid
+        stands for every combination of its values. Points run in worker processes that load
+        everything once, without Flower's engine: R and the model are the same as with `co3 run`.
+
+        Each point leaves what `co3 run` leaves in a folder of its own under run-dir (default:
+        runs/<name of FILE>); points that are done are not repeated, failed ones are tried again.
+        Ends with a table (means over seeds) that is also written to run-dir/table.md.
+
+        The exit code is 0 when every point is done, 1 when some failed, 2 for a wrong setting, 130
+        after Ctrl-C.
+        """
+        sweep_dir, points = resolve_points(config, override or [], Path.cwd())
+        table = run_sweep(root, sweep_dir, points, jobs, Console())
+        typer.echo(f"run-dir  {sweep_dir}\n\n{table}")
+
 
 def resolve_settings(
     config: Path | None, overrides: list[str], num_clients: int | None, folder: Path
@@ -125,17 +183,92 @@ def resolve_settings(
     values.update(parse_overrides(overrides))
     if num_clients is not None:
         values["num-clients"] = num_clients
+    settings = _settle(values, folder)
+    run_dir = settings.run_dir or str(default_run_dir(folder))
+    check_is_unused(Path(run_dir))
+    memory_dir = settings.memory_dir
+    if settings.compressor != "none" and not memory_dir:
+        # U residuals need not sit in the driver's memory.
+        memory_dir = str(Path(run_dir) / "memory")
+    return replace(settings, run_dir=run_dir, memory_dir=memory_dir)
+
+
+def resolve_points(config: Path, overrides: list[str], folder: Path) -> tuple[Path, list[Point]]:
+    """Return a sweep's folder and its points, whose settings are checked.
+
+    Parameters
+    ----------
+    config : Path
+        Sweep file; see `sim.sweep`.
+    overrides : list of str
+        ``key=value`` texts; they win over what the points share, not over the grids.
+    folder : Path
+        What relative paths refer to.
+
+    Raises
+    ------
+    ConfigError
+        A wrong file, key or value.
+    """
+    shared, grid = read_sweep_file(config)
+    shared.update(parse_overrides(overrides))
+    sweep_dir = Path(_settle(shared, folder).run_dir or folder / "runs" / config.stem)
+    points = []
+    for values in grid:
+        settings = _settle({**shared, **values}, folder)
+        typed = {key: settings.as_run_config()[key] for key in values}
+        settings = replace(settings, run_dir=str(sweep_dir / point_name(typed)))
+        points.append(Point(typed, settings))
+    return sweep_dir, points
+
+
+def run_sweep(
+    root: Path, sweep_dir: Path, points: Sequence[Point], jobs: int, console: Console
+) -> str:
+    """Run the points of a sweep that are not done and return the table of all.
+
+    Raises
+    ------
+    ConfigError
+        A point that cannot run on this machine, or a folder that another sweep holds or has used.
+    RunFailed
+        Some points failed; the others are done, and the table is written.
+    Interrupted
+        It was asked to end.
+    """
+    _check_packages()
+    for point in points:
+        _check_machine(point.settings)
+    with sole_owner(sweep_dir):
+        pending = pending_points(points)
+        if len(pending) < len(points):
+            console.print(f"{len(points) - len(pending)} of {len(points)} points are done already")
+        try:
+            with _signals_as_interrupt():
+                failed = run_points(pending, root=root, jobs=jobs, console=console)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted; the same command goes on where it was (points in {sweep_dir})"
+            ) from None
+        table = format_sweep_table(points)
+        (sweep_dir / TABLE_NAME).write_text(table, encoding="utf-8")
+    if failed:
+        typer.echo(table)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise RunFailed(
+            f"{len(failed)} of {len(points)} points failed, the others are done: {reasons}"
+        )
+    return table
+
+
+def _settle(values: Mapping[str, Value], folder: Path) -> Settings:
+    """Check settings, make their paths absolute and the number of clients known."""
     settings = Settings.from_run_config(values)
     paths = {name: _absolute(getattr(settings, name), name, folder) for name in PATH_KEYS}
     if settings.dataset not in DATASETS:
         paths["dataset"] = _absolute(settings.dataset, "dataset", folder)
-    paths["run_dir"] = paths["run_dir"] or str(default_run_dir(folder))
-    check_is_unused(Path(paths["run_dir"]))
-    if settings.compressor != "none" and not settings.memory_dir:
-        # U residuals need not sit in the driver's memory.
-        paths["memory_dir"] = str(Path(paths["run_dir"]) / "memory")
     clients = settings.num_clients or DEFAULT_NUM_CLIENTS
-    settings = Settings(**{**settings.__dict__, **paths, "num_clients": clients})
+    settings = replace(settings, **paths, num_clients=clients)
     check_together(settings)
     return settings
 
@@ -184,7 +317,7 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
             _follow(engine, folder, settings.num_server_rounds, console)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; what there is lies in {folder}") from None
-    summary = _read_summary(folder)
+    summary = read_summary(folder)
     if summary is None:
         summary = {"status": "failed", "error": last_error(log.read_text(errors="replace"))}
     if summary["status"] != "completed":
@@ -206,7 +339,7 @@ def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Conso
         accuracy, shown = None, 0
         while True:
             is_running = engine.is_running()  # before the look, so that nothing is missed
-            rows = _read_rows(folder)
+            rows = read_rows(folder)
             evaluated = [row["accuracy"] for row in rows if row["accuracy"] is not None]
             accuracy = evaluated[-1] if evaluated else None
             if rows:
@@ -216,7 +349,7 @@ def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Conso
                 if not console.is_terminal and len(evaluated) > shown:  # a log gets lines
                     shown = len(evaluated)
                     print(f"round {last['server_round']}/{num_server_rounds}  {state}", flush=True)
-            if _read_summary(folder) is not None:
+            if read_summary(folder) is not None:
                 engine.wait(LINGER_SECONDS)
                 return
             if not is_running:
@@ -230,23 +363,6 @@ def _state(accuracy: float | None, row: Row) -> str:
     if row["bits_per_parameter"] is not None:
         parts.append(f"{row['bits_per_parameter']:.3f} bits/parameter")
     return "  ".join(parts)
-
-
-def _read_rows(folder: Path) -> list[Row]:
-    try:
-        text = (folder / "rounds.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    complete = text[: text.rfind("\n") + 1]  # the last line may be half written
-    return [json.loads(line) for line in complete.splitlines()]
-
-
-def _read_summary(folder: Path) -> Row | None:
-    try:
-        summary: Row = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return summary
 
 
 def last_error(log: str) -> str:

@@ -214,6 +214,25 @@ def format_table(summary: Row) -> str:
     return "\n".join(f"{name:<28}{value}" for name, value in lines.items())
 
 
+def read_rows(folder: Path) -> list[Row]:
+    """Return the rounds that a run has written so far; none where there is no such file."""
+    try:
+        text = (folder / "rounds.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    complete = text[: text.rfind("\n") + 1]  # the last line may be half written
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def read_summary(folder: Path) -> Row | None:
+    """Return a run's summary, or None where it has not ended."""
+    try:
+        summary: Row = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return summary
+
+
 def default_run_dir(parent: Path) -> Path:
     """Return ``runs/<time>-<id>`` under a folder."""
     return parent / "runs" / f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from co3_flower import CodecConfig, ConfigError
 
@@ -188,9 +189,19 @@ def read_config_file(path: Path) -> dict[str, Value]:
     ConfigError
         No such file, not TOML, or a value that is a table or a list.
     """
+    table = read_toml(path)
+    if "grid" in table:
+        raise ConfigError(f"grid must be in a sweep only, got it in {path}; use `co3 sweep {path}`")
+    for key, value in table.items():
+        check_scalar(key, value, path)
+    return table
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file; ConfigError where there is none, or it is not TOML."""
     try:
         with path.open("rb") as file:
-            table = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise ConfigError(
             f"CONFIG.toml must be a readable file, got {str(path)!r} ({error.strerror})"
@@ -199,12 +210,14 @@ def read_config_file(path: Path) -> dict[str, Value]:
         raise ConfigError(f"CONFIG.toml must be UTF-8 text, got other bytes in {path}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"CONFIG.toml must be TOML, got an error in {path}: {error}") from None
-    for key, value in table.items():
-        if not isinstance(value, (str, int, float, bool)):
-            raise ConfigError(
-                f"{key} must be a string, number or boolean, got a {type(value).__name__} in {path}"
-            )
-    return table
+
+
+def check_scalar(key: str, value: object, path: Path) -> None:
+    """Raise ConfigError for a value of a file that is no setting: a table, a list, a date."""
+    if not isinstance(value, (str, int, float, bool)):
+        raise ConfigError(
+            f"{key} must be a string, number or boolean, got a {type(value).__name__} in {path}"
+        )
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Value]:

@@ -18,6 +18,7 @@ from sim.settings import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIGS = [p for p in sorted((REPOSITORY / "configs").iterdir()) if not p.match("sweep-*")]
 
 
 def test_defaults_are_those_of_pyproject() -> None:
@@ -180,9 +181,7 @@ def test_expand_path_names_a_variable_that_is_not_set(monkeypatch: pytest.Monkey
         expand_path("$CO3_DATA/cifar10", "data-dir")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "configs").glob("*.toml")), ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_config_of_the_repository_is_valid(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,8 +189,6 @@ def test_every_config_of_the_repository_is_valid(
     Settings.from_run_config(read_config_file(path))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "configs").glob("*.toml")), ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_config_opens_with_its_launch_line(path: Path) -> None:
     assert path.read_text().startswith(f"# co3 run configs/{path.name}\n")

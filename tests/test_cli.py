@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from co3_flower import ConfigError
 from co3_flower.cli import find_checkout, main, make_app
-from sim.cli import DEFAULT_NUM_CLIENTS, _read_rows, resolve_settings
+from sim.cli import DEFAULT_NUM_CLIENTS, resolve_settings
 from sim.engine import end_sessions, engine_processes, to_toml
+from sim.outputs import read_rows
 from sim.settings import parse_overrides, read_config_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -162,9 +163,9 @@ def test_settings_survive_the_way_through_toml(tmp_path: Path) -> None:
 
 
 def test_a_half_written_round_is_left_for_the_next_look(tmp_path: Path) -> None:
-    assert _read_rows(tmp_path) == []
+    assert read_rows(tmp_path) == []
     (tmp_path / "rounds.jsonl").write_text('{"R": 1}\n{"R": 2}\n{"R"')
-    assert _read_rows(tmp_path) == [{"R": 1}, {"R": 2}]
+    assert read_rows(tmp_path) == [{"R": 1}, {"R": 2}]
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
