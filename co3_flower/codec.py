@@ -28,6 +28,7 @@ from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.feedback import check_residual
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, as_arrays
+from co3_flower.limits import NormLimit, check_magnitudes, limit_norm
 from co3_flower.payload import (
     BUFFER_FORMAT,
     SCHEME_CO3,
@@ -174,6 +175,7 @@ def decode_update(
     like: Layout | Mapping[str, Any],
     num_threads: int = 1,
     max_magnitude: float | None = None,
+    norm_limit: NormLimit | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload.
 
@@ -187,6 +189,8 @@ def decode_update(
         Threads that decode; the result does not depend on it.
     max_magnitude : float, optional
         A float entry beyond it makes the payload unsound.
+    norm_limit : NormLimit, optional
+        A longer update is unsound, or scaled down.
 
     Returns
     -------
@@ -203,9 +207,7 @@ def decode_update(
     parts, plan = read_payload(payload, layout)
     raw = _read_raw(parts, layout, plan)
     symbols = _decode_symbols(parts, plan, num_threads)
-    values = _value_tables(parts, plan, np.float32(1.0))
-    if max_magnitude is not None:
-        _check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+    values = _limited_values(parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
     decoded = [np.empty(layout.shapes[i], np.float32) for i in plan.order]
 
     def look_up(first: int, last: int) -> None:
@@ -225,6 +227,7 @@ def accumulate_update(
     like: Layout | Mapping[str, Any] | None = None,
     num_threads: int = 1,
     max_magnitude: float | None = None,
+    norm_limit: NormLimit | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload straight into a weighted sum: ``acc = f32(acc + f32(f32(weight) * y))``.
 
@@ -243,6 +246,8 @@ def accumulate_update(
         Threads that decode and add; the result does not depend on it.
     max_magnitude : float, optional
         A float entry beyond it, before it is weighted, makes the payload unsound.
+    norm_limit : NormLimit, optional
+        A longer update, before it is weighted, is unsound, or scaled down.
 
     Returns
     -------
@@ -285,10 +290,9 @@ def accumulate_update(
     raw = _read_raw(parts, layout, plan)
     sums = [_accumulator_of(accumulator, layout, i) for i in plan.order]
     symbols = _decode_symbols(parts, plan, num_threads)
-    values = _value_tables(parts, plan, factor)
-    if max_magnitude is not None:
-        unweighted = _value_tables(parts, plan, np.float32(1.0))
-        _check_magnitudes(layout, plan, unweighted, symbols, raw, max_magnitude)
+    values = _limited_values(parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
+    with np.errstate(over="ignore"):  # the sum is checked by who owns it
+        values *= factor
 
     def add(first: int, last: int) -> None:
         for j in range(first, last):
@@ -560,16 +564,33 @@ def _decode_symbols(parts: Parts, plan: Plan, num_threads: int) -> NDArray[np.ui
     )
 
 
-def _value_tables(parts: Parts, plan: Plan, factor: np.float32) -> NDArray[np.float32]:
-    """Factor * (value / scale) per tensor and symbol, each operation rounded to float32."""
+def _limited_values(
+    parts: Parts,
+    layout: Layout,
+    plan: Plan,
+    symbols: NDArray[np.uint8],
+    raw: dict[int, NDArray[Any]],
+    max_magnitude: float | None,
+    norm_limit: NormLimit | None,
+) -> NDArray[np.float32]:
+    """Return what `_value_tables` does, held to the limits; raw tensors are scaled in place."""
+    values = _value_tables(parts, plan)
+    if max_magnitude is not None:
+        check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+    if norm_limit is not None:
+        limit_norm(norm_limit, layout, plan, values, symbols, raw)
+    return values
+
+
+def _value_tables(parts: Parts, plan: Plan) -> NDArray[np.float32]:
+    """Value / scale per tensor and symbol, rounded to float32."""
     groups = [(parts.fmt, slice(0, plan.num_coded))]
     if plan.num_buffers:
         groups.append((BUFFER_FORMAT, slice(plan.num_coded, None)))
     tables = np.zeros((len(plan.order), max(fmt.num_values for fmt, _ in groups)), np.float32)
     for fmt, group in groups:
         tables[group, : fmt.num_values] = fmt.values / parts.scales[group, None]
-    with np.errstate(over="ignore"):  # the sum is checked by who owns it
-        return factor * tables
+    return tables
 
 
 def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any]]:
@@ -588,35 +609,6 @@ def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any
             )
         raw[i] = array
     return raw
-
-
-def _check_magnitudes(
-    layout: Layout,
-    plan: Plan,
-    values: NDArray[np.float32],
-    symbols: NDArray[np.uint8],
-    raw: Mapping[int, NDArray[Any]],
-    limit: float,
-) -> None:
-    """Refuse float entries beyond a limit.
-
-    The scales tell nearly always that there are none; only then the symbols are looked at.
-    """
-    largest = {
-        i: float(np.abs(array).max(initial=0))
-        for i, array in raw.items()
-        if array.dtype in FLOAT_DTYPES
-    }
-    for j in np.flatnonzero(values.max(axis=1, initial=0) > limit).tolist():
-        part = symbols[plan.offsets[j] : plan.offsets[j + 1]]
-        used = np.bincount(part, minlength=values.shape[1]) > 0
-        largest[plan.order[j]] = float(np.abs(values[j, used]).max(initial=0))
-    for i, magnitude in largest.items():
-        if magnitude > limit:
-            raise PayloadError(
-                f"decoded entries must be at most {limit:g} in magnitude, "
-                f"got {magnitude:g} in {layout.names[i]!r}"
-            )
 
 
 def _accumulator_of(

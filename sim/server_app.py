@@ -64,6 +64,8 @@ def make_strategy(settings: Settings, experiment_id: str) -> CO3Strategy:
         node_timeout=settings.node_timeout,
         seed=settings.seed,
         max_examples=settings.max_examples,
+        max_update_norm=settings.max_update_norm or None,
+        reclip=settings.reclip,
         memory_dir=settings.memory_dir or None,
         experiment_id=experiment_id,
     )

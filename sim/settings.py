@@ -44,6 +44,7 @@ RANGES = {
     "fraction-train": ("in (0, 1]", lambda x: 0 < x <= 1),
     "min-replies": ("at least 1", lambda x: x >= 1),
     "node-timeout": ("above 0", lambda x: x > 0),
+    "max-update-norm": ("at least 0", lambda x: x >= 0),
     "max-examples": ("at least 1", lambda x: x >= 1),
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
     "num-threads": ("at least 1", lambda x: x >= 1),
@@ -54,8 +55,6 @@ RANGES = {
 NOT_YET = (
     "target-bits-per-parameter",
     "uplink-budget-mb",
-    "max-update-norm",
-    "reclip",
     "save-gradients-every",
 )
 NOT_YET_VALUES = {"model": MODELS[1:]}
@@ -300,6 +299,8 @@ def check_together(settings: Settings) -> None:
             f"min-replies must be at most num-clients, got {settings.min_replies}"
             f" with {settings.num_clients} clients"
         )
+    if settings.reclip and not settings.max_update_norm:
+        raise ConfigError("max-update-norm must be above 0 with reclip, got 0.0")
     name = settings.dataset
     if name not in DATASETS and not Path(expand_path(name, "dataset")).is_dir():
         raise ConfigError(

@@ -91,6 +91,7 @@ def one_thread() -> Iterator[None]:
         {"strategy": "fedadam", "payload": "update"},
         {"partition": "dirichlet", "dirichlet_alpha": 0.3, "format": "e5m2", "scale": "unit"},
         {"buffers": "raw", "gamma": 0.0, "prior": "auto"},
+        {"max_update_norm": 1e-3, "reclip": True},
     ],
     ids=lambda run_config: (
         " ".join(f"{key}={value}" for key, value in run_config.items()) or "defaults"
@@ -106,6 +107,13 @@ def test_every_kind_of_run_is_completed_and_counts_its_payloads(
     assert summary["replies"] == 2 * NUM_CLIENTS
     assert all(tuple(row) == ROUND_KEYS for row in run.rows())
     assert 0 < summary["accuracy"] < 1
+
+
+def test_clients_beyond_max_update_norm_are_refused(tmp_path: Path) -> None:
+    run = TestRun(tmp_path / "run", max_update_norm=1e-3)
+    with pytest.raises(RoundError, match=r"L2 norm of at most 0\.001"):
+        run.start()
+    assert "L2 norm of at most 0.001" in run.summary()["error"]
 
 
 @pytest.mark.parametrize("compressor", ["co3", "none"])
