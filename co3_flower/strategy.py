@@ -31,7 +31,7 @@ from co3_flower.checks import (
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.evaluation import aggregate_evaluation, mean_metrics
-from co3_flower.inner import aggregate_inner, configure_inner
+from co3_flower.inner import aggregate_inner, check_inner, configure_inner
 from co3_flower.intake import sort_replies
 from co3_flower.layout import Layout
 from co3_flower.limits import NormLimit
@@ -162,6 +162,9 @@ class CO3Strategy(Strategy):
     ) -> None:
         if not isinstance(config, CodecConfig):
             check_choice("compressor", config, COMPRESSORS)
+        check_inner(inner)
+        if isinstance(inner, CO3Strategy):
+            raise ConfigError("inner must aggregate dense weights, got another CO3Strategy")
         check_choice("payload", payload, PAYLOAD_KINDS)
         check_choice("weighting", weighting, WEIGHTINGS)
         check_choice("buffers", buffers, BUFFER_KINDS)

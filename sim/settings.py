@@ -19,6 +19,24 @@ Value = str | int | float | bool
 DATASETS = ("digits", "cifar10")
 MODELS = ("cnn", "resnet20", "densenet121", "resnet50v2", "nasnetmobile")
 
+# Aggregating strategies; "" is FedAvg without a dense copy of each client's weights.
+STRATEGIES = (
+    "",
+    "fedavg",
+    "fedavgm",
+    "fedadam",
+    "fedadagrad",
+    "fedyogi",
+    "qfedavg",
+    "fedmedian",
+    "fedtrimmedavg",
+    "krum",
+    "multikrum",
+    "bulyan",
+)
+
+MIN_BULYAN_CLIENTS = 3  # 4 f + 3 with f = 0 malicious ones
+
 # Keys with a fixed list of values; the codec's own keys are checked by CodecConfig.
 CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("iid", "dirichlet"),
@@ -27,7 +45,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weighting": ("examples", "uniform"),
     "compressor": ("co3", "none"),
     "buffers": ("coded", "raw", "local"),
-    "strategy": ("", "fedavg", "fedadam"),
+    "strategy": STRATEGIES,
     "device": ("auto", "cpu", "cuda"),
 }
 
@@ -298,6 +316,11 @@ def check_together(settings: Settings) -> None:
         raise ConfigError(
             f"min-replies must be at most num-clients, got {settings.min_replies}"
             f" with {settings.num_clients} clients"
+        )
+    if settings.strategy == "bulyan" and 0 < settings.num_clients < MIN_BULYAN_CLIENTS:
+        raise ConfigError(
+            f"num-clients must be at least {MIN_BULYAN_CLIENTS} with strategy 'bulyan', got"
+            f" {settings.num_clients}"
         )
     if settings.reclip and not settings.max_update_norm:
         raise ConfigError("max-update-norm must be above 0 with reclip, got 0.0")
