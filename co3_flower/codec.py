@@ -93,7 +93,7 @@ def encode_update(
     Raises
     ------
     TypeError
-        If an entry has a dtype that cannot travel.
+        If an entry has a dtype that cannot travel, or `config` is no CodecConfig.
     ValueError
         If a float tensor (or its compensated form) holds NaN or infinity, a selected name is
         missing, or the residual does not fit the update.
@@ -111,6 +111,9 @@ def encode_update(
     ----------
     arXiv 2203.09044 (CO3), the three operations of a user.
     """
+    if not isinstance(config, CodecConfig):
+        advice = f"; use CodecConfig(format={config!r})" if isinstance(config, str) else ""
+        raise TypeError(f"config must be a CodecConfig, got {config!r}{advice}")
     arrays = as_arrays(update)
     layout = Layout.of(arrays)
     kinds = _choose_kinds(layout, config)
@@ -202,7 +205,10 @@ def decode_update(
     ------
     PayloadError
         If the bytes are no sound payload of this layout.
+    TypeError
+        If the payload is no bytes-like object.
     """
+    _check_bytes(payload)
     layout = Layout.of(like)
     parts, plan = read_payload(payload, layout)
     raw = _read_raw(parts, layout, plan)
@@ -258,6 +264,8 @@ def accumulate_update(
     ------
     PayloadError
         If the bytes are no sound payload of this layout; the accumulator is then as it was.
+    TypeError
+        If the payload is no bytes-like object.
     ValueError
         If the accumulator lacks a tensor or has another shape or dtype, or the weight is not
         finite.
@@ -276,6 +284,7 @@ def accumulate_update(
     ----------
     arXiv 2203.09044, the aggregation at the parameter server (eq. 4 with weights).
     """
+    _check_bytes(payload)
     with np.errstate(over="ignore"):
         factor = np.float32(weight)
     if not np.isfinite(factor):
@@ -300,6 +309,16 @@ def accumulate_update(
 
     run_parts(add, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
     return {layout.names[i]: array for i, array in raw.items()}
+
+
+def _check_bytes(payload: object) -> None:
+    try:
+        memoryview(payload)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"payload must be bytes, got {type(payload).__name__}; give `EncodedUpdate.payload`, "
+            "or what a file opened with 'rb' holds"
+        ) from None
 
 
 def _choose_kinds(layout: Layout, config: CodecConfig) -> tuple[Kind, ...]:

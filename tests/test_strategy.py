@@ -474,7 +474,14 @@ def test_client_that_raises_is_a_named_failure() -> None:
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ("<class 'ValueError'>:<'no data'>", "<class 'ValueError'>:<'no data'>"),
+        ("<class 'ValueError'>:<'no data'>", "ValueError: no data"),
+        ("<class 'co3_flower.errors.ConfigError'>:<'a\n b'>", "ConfigError: a b"),
+        ("<class 'KeyError'>:<''w''>", "KeyError: 'w'"),
+        (
+            "<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'ray::run()\n  File x\n"
+            "Exception ClientAppException occurred. Message: no data'>",
+            "no data",
+        ),
         (
             "Traceback (most recent call last):\n  File x, line 3\nValueError: no data\n",
             "ValueError: no data",
