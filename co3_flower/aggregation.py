@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from co3_flower.codec import accumulate_update, decode_update
 from co3_flower.errors import PayloadError
+from co3_flower.limits import NormLimit
 from co3_flower.nodes import RoundError
 from co3_flower.records import values_of
 from co3_flower.replies import TrainReply
@@ -52,10 +53,13 @@ class UpdateSum:
         The model.
     names : tuple of str
         The float tensors that are summed.
+    norm_limit : NormLimit, optional
+        Bound on each update.
     """
 
     roles: TensorRoles
     names: tuple[str, ...]
+    norm_limit: NormLimit | None = None
     total: Float32s = dataclasses.field(init=False)
     weight: int = 0
     used: list[TrainReply] = dataclasses.field(default_factory=list)
@@ -80,6 +84,7 @@ class UpdateSum:
                 like=self.roles.like,
                 num_threads=num_threads,
                 max_magnitude=largest_entry(weight),
+                norm_limit=self.norm_limit,
             )
         except PayloadError as error:
             return self.refuse(reply, str(error))
@@ -119,7 +124,11 @@ def add_weighted(total: NDArray[np.float32], update: NDArray[Any], weight: int) 
 
 
 def sum_updates(
-    roles: TensorRoles, replies: Sequence[TrainReply], weights: Sequence[int], num_threads: int = 1
+    roles: TensorRoles,
+    replies: Sequence[TrainReply],
+    weights: Sequence[int],
+    num_threads: int = 1,
+    norm_limit: NormLimit | None = None,
 ) -> UpdateSum:
     """Return the weighted sum of all float tensors over the replies, in the order given.
 
@@ -133,17 +142,27 @@ def sum_updates(
         Weight of each reply.
     num_threads : int
         Threads of the decoder.
+    norm_limit : NormLimit, optional
+        Bound on each update.
     """
-    result = UpdateSum(roles, tuple(name for name in roles.like.names if name in roles.floats))
+    names = tuple(name for name in roles.like.names if name in roles.floats)
+    result = UpdateSum(roles, names, norm_limit)
     for reply, weight in zip(replies, weights, strict=True):
         result.add(reply, weight, num_threads)
     return result
 
 
 def decode_replies(
-    roles: TensorRoles, replies: Sequence[TrainReply], weights: Sequence[int], num_threads: int = 1
+    roles: TensorRoles,
+    replies: Sequence[TrainReply],
+    weights: Sequence[int],
+    num_threads: int = 1,
+    norm_limit: NormLimit | None = None,
 ) -> tuple[UpdateSum, list[Float32s]]:
-    """Return the sum over the float buffers, and each good reply's trainable tensors."""
+    """Return the sum over the float buffers, and each good reply's trainable tensors.
+
+    Parameters are those of `sum_updates`.
+    """
     result = UpdateSum(
         roles, tuple(n for n in roles.buffer_names if n in roles.floats and n in roles.like.names)
     )
@@ -156,6 +175,7 @@ def decode_replies(
                 roles.like,
                 num_threads=num_threads,
                 max_magnitude=largest_entry(weight),
+                norm_limit=norm_limit,
             )
         except PayloadError as error:
             result.refuse(reply, str(error))

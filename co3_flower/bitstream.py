@@ -28,6 +28,7 @@ from co3_flower.structure import Structure
 NUM_STREAMS = 2
 CHUNK_BITS = 8 * 16384  # code bits of a chunk, on average
 MIN_CHUNK_SYMBOLS = 1024  # of a chunk, unless the update is smaller: lengths must not outgrow it
+MAX_CHUNK_SYMBOLS = 2**32 - 1  # what the header's field holds
 
 T = TypeVar("T")
 Tables: TypeAlias = HuffmanTables | RansTables
@@ -58,10 +59,11 @@ def split_evenly(weights: NDArray[np.int64], num_parts: int) -> list[int]:
 
 def chunk_size(num_symbols: int, num_bits: int) -> int:
     """Return the symbols per chunk for which a chunk has about 16 KiB of code."""
+    most = min(num_symbols, MAX_CHUNK_SYMBOLS)
     if num_bits == 0:
-        return max(1, num_symbols)
+        return max(1, most)
     size = num_symbols * CHUNK_BITS // num_bits
-    return max(1, min(num_symbols, max(MIN_CHUNK_SYMBOLS, size)))
+    return max(1, min(most, max(MIN_CHUNK_SYMBOLS, size)))
 
 
 def _encode_chunks(

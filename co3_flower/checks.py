@@ -30,6 +30,19 @@ def check_integer(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is a number above 0 and finite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number above 0 and finite, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
 def resolve_server_lr(server_lr: float | None, payload: str, *, has_inner: bool) -> float:
     """Return the server's step size; an inner strategy in update mode steps by itself."""
     if server_lr is None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
 from co3_flower.errors import ConfigError
-from co3_flower.layout import Layout
+from co3_flower.layout import Layout, as_arrays
 from co3_flower.memory import residual_store
 from co3_flower.records import (
     ARRAYS,
@@ -79,6 +79,11 @@ class CO3NumPyClient(NumPyClient):
     """
 
     def __init__(self, context: Context) -> None:
+        if not isinstance(context, Context):
+            raise TypeError(
+                "context must be the Context that client_fn(context) gets, got "
+                f"{type(context).__name__}"
+            )
         self.context = context
         self.client_id = client_id(context)
 
@@ -114,25 +119,32 @@ class CO3NumPyClient(NumPyClient):
         self, parameters: list[NDArray[Any]], config: dict[str, Any]
     ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
         """Run ``local_update``; its payload goes out among the metrics, as "co3.payload"."""
+        self._check_init()
         settings = TrainSettings.from_scalars(config)
         received = {str(i): np.asarray(value) for i, value in enumerate(parameters)}
         roles = _roles(received, settings)
-        values, num_examples, metrics = self.local_update(parameters, config)
+        values, num_examples, metrics = _check_result(self.local_update(parameters, config))
         if len(values) != len(parameters):
             raise ValueError(
                 f"update must have {len(parameters)} arrays, one a parameter, got {len(values)}"
             )
-        update = {name: np.asarray(value) for name, value in zip(received, values, strict=True)}
-        if isinstance(num_examples, bool) or not isinstance(num_examples, (int, np.integer)):
-            raise ValueError(f"num_examples must be an integer, got {num_examples!r}")
+        update = as_arrays(dict(zip(received, values, strict=True)))
         sender = _Sender(self.context, settings, roles)
         reply = {PREFIX + key: value for key, value in sender.encode(update).items()}
         sender.save()
-        return [], int(num_examples), {**metrics, **reply}
+        return [], num_examples, {**metrics, **reply}
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the client-id, by which the server samples clients."""
+        self._check_init()
         return {PREFIX + CLIENT_ID: self.client_id}
+
+    def _check_init(self) -> None:
+        if not hasattr(self, "client_id"):
+            raise TypeError(
+                f"{type(self).__name__}.__init__ must call super().__init__(context), got no "
+                "context; it is the one that client_fn(context) gets"
+            )
 
     def to_client(self) -> Client:
         """Return the Client that Flower runs; it sends a payload above 4 MiB as one Array."""
@@ -254,6 +266,25 @@ class _Sender:
 
 def _roles(received: Arrays, settings: TrainSettings) -> TensorRoles:
     return TensorRoles(Layout.of(received), settings.raw, settings.buffers, settings.buffers_kind)
+
+
+def _check_result(result: object) -> tuple[Sequence[Any], int, Mapping[str, Any]]:
+    """Return what ``local_update`` gave, once it has the form that is asked for."""
+    if not isinstance(result, tuple) or len(result) != 3:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise TypeError(
+            f"local_update must return a tuple (update, num_examples, metrics), got {got}"
+        )
+    values, num_examples, metrics = result
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(
+            f"update must be a list of arrays, one a parameter, got {type(values).__name__}"
+        )
+    if isinstance(num_examples, bool) or not isinstance(num_examples, (int, np.integer)):
+        raise ValueError(f"num_examples must be an integer, got {num_examples!r}")
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of scalars, got {type(metrics).__name__}")
+    return values, int(num_examples), metrics
 
 
 def _update_of(

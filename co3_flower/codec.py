@@ -28,6 +28,7 @@ from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.feedback import check_residual
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, as_arrays
+from co3_flower.limits import NormLimit, check_magnitudes, limit_norm
 from co3_flower.payload import (
     BUFFER_FORMAT,
     SCHEME_CO3,
@@ -92,7 +93,7 @@ def encode_update(
     Raises
     ------
     TypeError
-        If an entry has a dtype that cannot travel.
+        If an entry has a dtype that cannot travel, or `config` is no CodecConfig.
     ValueError
         If a float tensor (or its compensated form) holds NaN or infinity, a selected name is
         missing, or the residual does not fit the update.
@@ -110,6 +111,9 @@ def encode_update(
     ----------
     arXiv 2203.09044 (CO3), the three operations of a user.
     """
+    if not isinstance(config, CodecConfig):
+        advice = f"; use CodecConfig(format={config!r})" if isinstance(config, str) else ""
+        raise TypeError(f"config must be a CodecConfig, got {config!r}{advice}")
     arrays = as_arrays(update)
     layout = Layout.of(arrays)
     kinds = _choose_kinds(layout, config)
@@ -174,6 +178,7 @@ def decode_update(
     like: Layout | Mapping[str, Any],
     num_threads: int = 1,
     max_magnitude: float | None = None,
+    norm_limit: NormLimit | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload.
 
@@ -187,6 +192,8 @@ def decode_update(
         Threads that decode; the result does not depend on it.
     max_magnitude : float, optional
         A float entry beyond it makes the payload unsound.
+    norm_limit : NormLimit, optional
+        A longer update is unsound, or scaled down.
 
     Returns
     -------
@@ -198,14 +205,15 @@ def decode_update(
     ------
     PayloadError
         If the bytes are no sound payload of this layout.
+    TypeError
+        If the payload is no bytes-like object.
     """
+    _check_bytes(payload)
     layout = Layout.of(like)
     parts, plan = read_payload(payload, layout)
     raw = _read_raw(parts, layout, plan)
     symbols = _decode_symbols(parts, plan, num_threads)
-    values = _value_tables(parts, plan, np.float32(1.0))
-    if max_magnitude is not None:
-        _check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+    values = _limited_values(parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
     decoded = [np.empty(layout.shapes[i], np.float32) for i in plan.order]
 
     def look_up(first: int, last: int) -> None:
@@ -225,6 +233,7 @@ def accumulate_update(
     like: Layout | Mapping[str, Any] | None = None,
     num_threads: int = 1,
     max_magnitude: float | None = None,
+    norm_limit: NormLimit | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload straight into a weighted sum: ``acc = f32(acc + f32(f32(weight) * y))``.
 
@@ -243,6 +252,8 @@ def accumulate_update(
         Threads that decode and add; the result does not depend on it.
     max_magnitude : float, optional
         A float entry beyond it, before it is weighted, makes the payload unsound.
+    norm_limit : NormLimit, optional
+        A longer update, before it is weighted, is unsound, or scaled down.
 
     Returns
     -------
@@ -253,6 +264,8 @@ def accumulate_update(
     ------
     PayloadError
         If the bytes are no sound payload of this layout; the accumulator is then as it was.
+    TypeError
+        If the payload is no bytes-like object.
     ValueError
         If the accumulator lacks a tensor or has another shape or dtype, or the weight is not
         finite.
@@ -271,6 +284,7 @@ def accumulate_update(
     ----------
     arXiv 2203.09044, the aggregation at the parameter server (eq. 4 with weights).
     """
+    _check_bytes(payload)
     with np.errstate(over="ignore"):
         factor = np.float32(weight)
     if not np.isfinite(factor):
@@ -285,10 +299,9 @@ def accumulate_update(
     raw = _read_raw(parts, layout, plan)
     sums = [_accumulator_of(accumulator, layout, i) for i in plan.order]
     symbols = _decode_symbols(parts, plan, num_threads)
-    values = _value_tables(parts, plan, factor)
-    if max_magnitude is not None:
-        unweighted = _value_tables(parts, plan, np.float32(1.0))
-        _check_magnitudes(layout, plan, unweighted, symbols, raw, max_magnitude)
+    values = _limited_values(parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
+    with np.errstate(over="ignore"):  # the sum is checked by who owns it
+        values *= factor
 
     def add(first: int, last: int) -> None:
         for j in range(first, last):
@@ -296,6 +309,16 @@ def accumulate_update(
 
     run_parts(add, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
     return {layout.names[i]: array for i, array in raw.items()}
+
+
+def _check_bytes(payload: object) -> None:
+    try:
+        memoryview(payload)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"payload must be bytes, got {type(payload).__name__}; give `EncodedUpdate.payload`, "
+            "or what a file opened with 'rb' holds"
+        ) from None
 
 
 def _choose_kinds(layout: Layout, config: CodecConfig) -> tuple[Kind, ...]:
@@ -560,16 +583,33 @@ def _decode_symbols(parts: Parts, plan: Plan, num_threads: int) -> NDArray[np.ui
     )
 
 
-def _value_tables(parts: Parts, plan: Plan, factor: np.float32) -> NDArray[np.float32]:
-    """Factor * (value / scale) per tensor and symbol, each operation rounded to float32."""
+def _limited_values(
+    parts: Parts,
+    layout: Layout,
+    plan: Plan,
+    symbols: NDArray[np.uint8],
+    raw: dict[int, NDArray[Any]],
+    max_magnitude: float | None,
+    norm_limit: NormLimit | None,
+) -> NDArray[np.float32]:
+    """Return what `_value_tables` does, held to the limits; raw tensors are scaled in place."""
+    values = _value_tables(parts, plan)
+    if max_magnitude is not None:
+        check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+    if norm_limit is not None:
+        limit_norm(norm_limit, layout, plan, values, symbols, raw)
+    return values
+
+
+def _value_tables(parts: Parts, plan: Plan) -> NDArray[np.float32]:
+    """Value / scale per tensor and symbol, rounded to float32."""
     groups = [(parts.fmt, slice(0, plan.num_coded))]
     if plan.num_buffers:
         groups.append((BUFFER_FORMAT, slice(plan.num_coded, None)))
     tables = np.zeros((len(plan.order), max(fmt.num_values for fmt, _ in groups)), np.float32)
     for fmt, group in groups:
         tables[group, : fmt.num_values] = fmt.values / parts.scales[group, None]
-    with np.errstate(over="ignore"):  # the sum is checked by who owns it
-        return factor * tables
+    return tables
 
 
 def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any]]:
@@ -588,35 +628,6 @@ def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any
             )
         raw[i] = array
     return raw
-
-
-def _check_magnitudes(
-    layout: Layout,
-    plan: Plan,
-    values: NDArray[np.float32],
-    symbols: NDArray[np.uint8],
-    raw: Mapping[int, NDArray[Any]],
-    limit: float,
-) -> None:
-    """Refuse float entries beyond a limit.
-
-    The scales tell nearly always that there are none; only then the symbols are looked at.
-    """
-    largest = {
-        i: float(np.abs(array).max(initial=0))
-        for i, array in raw.items()
-        if array.dtype in FLOAT_DTYPES
-    }
-    for j in np.flatnonzero(values.max(axis=1, initial=0) > limit).tolist():
-        part = symbols[plan.offsets[j] : plan.offsets[j + 1]]
-        used = np.bincount(part, minlength=values.shape[1]) > 0
-        largest[plan.order[j]] = float(np.abs(values[j, used]).max(initial=0))
-    for i, magnitude in largest.items():
-        if magnitude > limit:
-            raise PayloadError(
-                f"decoded entries must be at most {limit:g} in magnitude, "
-                f"got {magnitude:g} in {layout.names[i]!r}"
-            )
 
 
 def _accumulator_of(

@@ -8,13 +8,35 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import FedXgbBagging, FedXgbCyclic, Strategy
 from numpy.typing import NDArray
 
+from co3_flower.errors import ConfigError
 from co3_flower.nodes import RoundError
 from co3_flower.records import NUM_EXAMPLES, values_of
 from co3_flower.replies import TrainReply, common_metrics, stock_reply
 from co3_flower.roles import TensorRoles
+
+
+def check_inner(inner: object) -> None:
+    """Raise ConfigError unless ``inner`` is None or a strategy that aggregates dense weights.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> check_inner(FedAvg())
+    """
+    if isinstance(inner, (FedXgbBagging, FedXgbCyclic)):
+        raise ConfigError(
+            f"inner must aggregate weights, got {type(inner).__name__}; trees cannot be averaged"
+        )
+    if inner is not None and not isinstance(inner, Strategy):
+        kind = inner if isinstance(inner, type) else type(inner)
+        what = "the class" if isinstance(inner, type) else "an instance of"
+        raise ConfigError(
+            "inner must be an instance of a strategy of flwr.serverapp.strategy, such as FedAdam(),"
+            f" got {what} {kind.__module__}.{kind.__qualname__}"
+        )
 
 
 class FixedNodes(Grid):
@@ -177,7 +199,7 @@ def aggregate_inner(
         got = None if result is None else sorted(result)
         raise RoundError(
             f"inner strategy {name} must return {sorted(roles.trainable)}, got {got} in round "
-            f"{server_round}"
+            f"{server_round} of {len(messages)} replies; its own log says what it lacks"
         )
     trained = {key: values_of(array) for key, array in result.items()}
     for key, value in trained.items():

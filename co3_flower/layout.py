@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FLOAT_DTYPES = frozenset(map(np.dtype, ("float16", "float32", "float64")))
+_STRIDED = "torch.strided"  # how torch calls a dense tensor
 RAW_DTYPES = FLOAT_DTYPES | frozenset(
     map(
         np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -63,7 +64,7 @@ class Layout:
         for name, value in like.items():
             if not isinstance(value, np.ndarray | np.generic):
                 value = _as_array(name, value)
-            dtype = value.dtype if value.dtype.isnative else value.dtype.newbyteorder("=")
+            dtype = _travelling(value.dtype)
             _check_dtype(name, dtype)
             shapes.append(value.shape)
             dtypes.append(dtype)
@@ -202,7 +203,8 @@ def max_tables(num_symbols: int) -> int:
 def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Return the update as NumPy arrays.
 
-    Torch tensors are brought to the host, bfloat16 through float32.
+    Torch tensors are brought to the host and made dense; bfloat16, torch's or ml_dtypes', becomes
+    float32.
 
     Parameters
     ----------
@@ -224,30 +226,45 @@ def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     arrays = {}
     for name, value in update.items():
         array = value if isinstance(value, np.ndarray) else _as_array(name, value)
-        if not array.dtype.isnative:
-            array = array.astype(array.dtype.newbyteorder("="))
-        _check_dtype(name, array.dtype)
-        arrays[name] = array
+        dtype = _travelling(array.dtype)
+        _check_dtype(name, dtype)
+        arrays[name] = array.astype(dtype, copy=False)
     return arrays
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
     if hasattr(value, "detach"):  # a torch tensor, known by its manners: torch is not imported here
         if getattr(value, "is_meta", False):
-            raise TypeError(f"tensor must hold data, got one on the meta device in {name!r}")
+            raise TypeError(
+                f"tensor must hold data, got one on the meta device in {name!r}; load the weights"
+            )
         value = value.detach().cpu()
+        if str(getattr(value, "layout", _STRIDED)) != _STRIDED:  # an embedding's sparse gradient
+            value = value.to_dense()
         if str(value.dtype) == "torch.bfloat16":
             value = value.float()
-        return np.asarray(value.numpy())
+        try:
+            return np.asarray(value.numpy())
+        except TypeError:  # float8 and the like, which NumPy lacks
+            raise _dtype_error(name, value.dtype) from None
     return np.asarray(value)
+
+
+def _travelling(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which a tensor goes on: native byte order, float32 for bfloat16."""
+    if dtype.name == "bfloat16":  # ml_dtypes', which JAX uses
+        return np.dtype(np.float32)
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
     if dtype not in RAW_DTYPES:
-        choices = ", ".join(sorted(d.name for d in RAW_DTYPES))
-        raise TypeError(
-            f"dtype must be one of {choices} or torch's bfloat16, got {dtype} in {name!r}"
-        )
+        raise _dtype_error(name, dtype)
+
+
+def _dtype_error(name: str, dtype: object) -> TypeError:
+    choices = ", ".join(sorted(d.name for d in RAW_DTYPES))
+    return TypeError(f"dtype must be one of {choices} or bfloat16, got {dtype} in {name!r}")
 
 
 def _some(names: tuple[str, ...]) -> str:

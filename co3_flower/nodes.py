@@ -7,6 +7,7 @@ choice must wait first and then choose among client-ids.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Mapping
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("flwr.co3")
 SETTLE_SECONDS = 3.0  # Flower's own poll of an idle node
 POLL_SECONDS = 0.2
 GET_PROPERTIES = "get_properties"  # Flower's message type for NumPyClients
+# How Flower words what a client raised: <class 'ValueError'>:<'no data'>
+_RAISED = re.compile(r"<class '(?:[^']*\.)?([^'.]*)'>:<'(.*)'>", re.DOTALL)
 _CLIENT_APP_RAISED = "occurred. Message: "  # where the simulation's text comes to the point
 MAX_REASON = 300  # characters of a failure; simulation sends whole tracebacks
 
@@ -170,7 +173,10 @@ def node_of(reply: Message, messages: Iterable[Message]) -> int:
 
 def error_reason(reply: Message) -> str:
     """Return what a client's error says in one line: of a traceback, the error itself."""
-    text = (reply.error.reason or "no reason given").rpartition(_CLIENT_APP_RAISED)[2]
+    text = reply.error.reason or "no reason given"
+    if raised := _RAISED.fullmatch(text):
+        text = f"{raised[1]}: {raised[2]}"
+    text = text.rpartition(_CLIENT_APP_RAISED)[2]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any(line.startswith("Traceback") for line in lines):
         lines = lines[-1:]

@@ -20,14 +20,28 @@ from co3_flower.aggregation import (
     next_model,
     sum_updates,
 )
-from co3_flower.checks import check_choice, check_integer, check_number, resolve_server_lr
+from co3_flower.checks import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_positive,
+    resolve_server_lr,
+)
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.evaluation import aggregate_evaluation, mean_metrics
-from co3_flower.inner import aggregate_inner, configure_inner
+from co3_flower.inner import aggregate_inner, check_inner, configure_inner
 from co3_flower.intake import sort_replies
 from co3_flower.layout import Layout
+from co3_flower.limits import NormLimit
 from co3_flower.nodes import RoundError, learn_client_ids, sample_nodes, wait_for_nodes
+from co3_flower.privacy import (
+    CLIPPING_NORM,
+    check_client_clipping,
+    client_clipping_norm,
+    refuse_wrappers,
+)
 from co3_flower.records import (
     BUFFER_KINDS,
     COMPRESSORS,
@@ -86,6 +100,13 @@ class CO3Strategy(Strategy):
         Seed of the choice of clients.
     max_examples : int, optional
         A reply that claims more examples is refused; None or 0 sets no limit.
+    max_update_norm : float, optional
+        Bound on the L2 norm of what a client sends, over all trainable tensors as one vector, as
+        decoded and before ``server_lr``. A longer update is refused, or with ``reclip`` scaled
+        down to the bound. Buffers do not count and are not scaled. None sets no limit.
+    reclip : bool
+        Scale a longer update down instead of refusing it. Required where an inner wrapper lets
+        clients clip, and then to their norm; what is cut off does not join the client's residual.
     memory_dir, experiment_id : str, optional
         Directory on the clients for residuals in files (empty: Flower's context), and the name
         that the files carry (empty: the run's id).
@@ -134,11 +155,16 @@ class CO3Strategy(Strategy):
         node_timeout: float = 600.0,
         seed: int = 0,
         max_examples: int | None = None,
+        max_update_norm: float | None = None,
+        reclip: bool = False,
         memory_dir: str | None = None,
         experiment_id: str = "",
     ) -> None:
         if not isinstance(config, CodecConfig):
             check_choice("compressor", config, COMPRESSORS)
+        check_inner(inner)
+        if isinstance(inner, CO3Strategy):
+            raise ConfigError("inner must aggregate dense weights, got another CO3Strategy")
         check_choice("payload", payload, PAYLOAD_KINDS)
         check_choice("weighting", weighting, WEIGHTINGS)
         check_choice("buffers", buffers, BUFFER_KINDS)
@@ -151,6 +177,13 @@ class CO3Strategy(Strategy):
         check_integer("min_replies", min_replies, 1)
         check_integer("seed", seed, 0)
         check_integer("max_examples", max_examples or 0, 0)
+        if max_update_norm is not None:
+            check_positive("max_update_norm", max_update_norm)
+        check_bool("reclip", reclip)
+        clipping_norm = client_clipping_norm(inner)
+        if reclip and max_update_norm is None and clipping_norm is None:
+            raise ConfigError("max_update_norm must be set with reclip, got None")
+        check_client_clipping(clipping_norm, payload, reclip, max_update_norm)
         if num_clients and min_replies > num_clients:
             raise ConfigError(f"min_replies must be at most {num_clients}, got {min_replies}")
         self.compressor = "co3" if isinstance(config, CodecConfig) else config
@@ -168,6 +201,8 @@ class CO3Strategy(Strategy):
         self.node_timeout = node_timeout
         self.seed = seed
         self.max_examples = max_examples or None
+        self.max_update_norm = max_update_norm
+        self.reclip = reclip
         self.memory_dir = memory_dir or ""
         self.experiment_id = experiment_id
         self._reset()
@@ -258,7 +293,17 @@ class CO3Strategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Choose the clients of a round and return one train message for each."""
+        """Choose the clients of a round and return one train message for each.
+
+        Raises
+        ------
+        ConfigError
+            When a differential-privacy wrapper stands around this strategy, or clients are to clip
+            and the server does not.
+        RoundError
+            When too few nodes are there in time.
+        """
+        refuse_wrappers()
         if self._roles is None or tuple(arrays) != self._roles.layout.names:
             self._roles = self._find_roles(arrays)
             self._nonnegative = find_nonnegative(arrays, self._roles)
@@ -267,6 +312,9 @@ class CO3Strategy(Strategy):
         if self.inner is not None:
             trainable = ArrayRecord({name: arrays[name] for name in self._roles.trainable})
             config = configure_inner(self.inner, server_round, trainable, config, grid, nodes)
+        by_hand = config.get(CLIPPING_NORM) if client_clipping_norm(self.inner) is None else None
+        if isinstance(by_hand, (int, float)):
+            check_client_clipping(by_hand, self.payload, self.reclip, self.max_update_norm)
         config[SERVER_ROUND] = server_round
         config.update(self._settings(server_round, self._roles).to_scalars())
         content = message_content(arrays, config, "fitins")
@@ -301,12 +349,11 @@ class CO3Strategy(Strategy):
         )
         self._client_ids |= {reply.node_id: reply.client_id for reply in good}
         updates: list[dict[str, np.ndarray]] = []
+        arguments = (self._weights(good), self.codec.num_threads, self._norm_limit(roles))
         if self.inner is None:
-            total = sum_updates(roles, good, self._weights(good), self.codec.num_threads)
+            total = sum_updates(roles, good, *arguments)
         else:
-            total, updates = decode_replies(
-                roles, good, self._weights(good), self.codec.num_threads
-            )
+            total, updates = decode_replies(roles, good, *arguments)
         failures += [
             Failure(server_round, reply.node_id, reply.client_id, reason)
             for reply, reason in total.refused
@@ -372,6 +419,10 @@ class CO3Strategy(Strategy):
             self._client_ids |= learn_client_ids(grid, unknown, self.node_timeout)
         known = {node: self._client_ids[node] for node in nodes if node in self._client_ids}
         return sample_nodes(known, fraction, minimum, (self.seed, server_round, stream))
+
+    def _norm_limit(self, roles: TensorRoles) -> NormLimit | None:
+        norm = client_clipping_norm(self.inner) or self.max_update_norm
+        return None if norm is None else NormLimit(norm, frozenset(roles.trainable), self.reclip)
 
     def _weights(self, replies: Sequence[TrainReply]) -> list[int]:
         return [reply.num_examples if self.weighting == "examples" else 1 for reply in replies]

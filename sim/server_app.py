@@ -1,12 +1,26 @@
 """The ServerApp: the parameter server (PS) of the app, with the evaluation and the run's files."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAdam, FedAvg, Strategy
+from flwr.serverapp.strategy import (
+    Bulyan,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    MultiKrum,
+    QFedAvg,
+    Strategy,
+)
 
 from co3_flower import CO3Strategy
 from co3_flower.nodes import RoundError
@@ -19,7 +33,7 @@ from sim.task import Score, choose_device, evaluate
 app = ServerApp()
 
 MAX_REASONS = 3  # different ones, in the message of a failed run
-INNER_STRATEGIES = {"fedavg": FedAvg, "fedadam": FedAdam}
+SERVER_MOMENTUM = 0.9  # of fedavgm; with Flower's default of 0 it would be fedavg
 
 
 @app.main()
@@ -45,14 +59,38 @@ def main(grid: Grid, context: Context) -> None:
     print(f"\nrun-dir  {folder.path}\n{format_table(summary)}")
 
 
+def make_inner(settings: Settings) -> Strategy | None:
+    """Build the aggregating strategy, None for "".
+
+    Krum, MultiKrum and Bulyan are told as many malicious clients as they can bear: with n clients
+    in a round they need 2 f + 3, 2 f + 3 and 4 f + 3.
+    """
+    num_clients = max(1, int(settings.num_clients * settings.fraction_train + 1e-9))
+    num_krum, num_bulyan = max(0, (num_clients - 3) // 2), max(0, (num_clients - 3) // 4)
+    local_lr = settings.lr if settings.payload == "update" else settings.ps_step
+    strategies: dict[str, Callable[[], Strategy]] = {
+        "fedavg": FedAvg,
+        "fedavgm": lambda: FedAvgM(server_momentum=SERVER_MOMENTUM),
+        "fedadam": FedAdam,
+        "fedadagrad": FedAdagrad,
+        "fedyogi": FedYogi,
+        "qfedavg": lambda: QFedAvg(client_learning_rate=local_lr, train_loss_key="train-loss"),
+        "fedmedian": FedMedian,
+        "fedtrimmedavg": FedTrimmedAvg,
+        "krum": lambda: Krum(num_malicious_nodes=num_krum),
+        "multikrum": lambda: MultiKrum(
+            num_malicious_nodes=num_krum, num_nodes_to_select=num_clients - num_krum
+        ),
+        "bulyan": lambda: Bulyan(num_malicious_nodes=num_bulyan),
+    }
+    return strategies[settings.strategy]() if settings.strategy else None
+
+
 def make_strategy(settings: Settings, experiment_id: str) -> CO3Strategy:
     """Build the strategy from the run-config."""
-    inner: Strategy | None = None
-    if settings.strategy:
-        inner = INNER_STRATEGIES[settings.strategy]()
     return CO3Strategy(
         settings.codec_config() if settings.compressor == "co3" else settings.compressor,
-        inner,
+        make_inner(settings),
         payload=settings.payload,
         server_lr=settings.ps_step,
         weighting=settings.weighting,
@@ -64,6 +102,8 @@ def make_strategy(settings: Settings, experiment_id: str) -> CO3Strategy:
         node_timeout=settings.node_timeout,
         seed=settings.seed,
         max_examples=settings.max_examples,
+        max_update_norm=settings.max_update_norm or None,
+        reclip=settings.reclip,
         memory_dir=settings.memory_dir or None,
         experiment_id=experiment_id,
     )

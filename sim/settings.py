@@ -20,6 +20,24 @@ Value = str | int | float | bool
 DATASETS = ("digits", "cifar10")
 MODELS = ("cnn", "resnet20", "densenet121", "resnet50v2", "nasnetmobile")
 
+# Aggregating strategies; "" is FedAvg without a dense copy of each client's weights.
+STRATEGIES = (
+    "",
+    "fedavg",
+    "fedavgm",
+    "fedadam",
+    "fedadagrad",
+    "fedyogi",
+    "qfedavg",
+    "fedmedian",
+    "fedtrimmedavg",
+    "krum",
+    "multikrum",
+    "bulyan",
+)
+
+MIN_BULYAN_CLIENTS = 3  # 4 f + 3 with f = 0 malicious ones
+
 # Keys with a fixed list of values; the codec's own keys are checked by CodecConfig.
 CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("iid", "dirichlet"),
@@ -28,7 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weighting": ("examples", "uniform"),
     "compressor": ("co3", "none"),
     "buffers": ("coded", "raw", "local"),
-    "strategy": ("", "fedavg", "fedadam"),
+    "strategy": STRATEGIES,
     "device": ("auto", "cpu", "cuda"),
 }
 
@@ -45,6 +63,7 @@ RANGES = {
     "fraction-train": ("in (0, 1]", lambda x: 0 < x <= 1),
     "min-replies": ("at least 1", lambda x: x >= 1),
     "node-timeout": ("above 0", lambda x: x > 0),
+    "max-update-norm": ("at least 0", lambda x: x >= 0),
     "max-examples": ("at least 1", lambda x: x >= 1),
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
     "num-threads": ("at least 1", lambda x: x >= 1),
@@ -55,8 +74,6 @@ RANGES = {
 NOT_YET = (
     "target-bits-per-parameter",
     "uplink-budget-mb",
-    "max-update-norm",
-    "reclip",
     "save-gradients-every",
 )
 NOT_YET_VALUES = {"model": MODELS[1:]}
@@ -313,6 +330,13 @@ def check_together(settings: Settings) -> None:
             f"min-replies must be at most num-clients, got {settings.min_replies}"
             f" with {settings.num_clients} clients"
         )
+    if settings.strategy == "bulyan" and 0 < settings.num_clients < MIN_BULYAN_CLIENTS:
+        raise ConfigError(
+            f"num-clients must be at least {MIN_BULYAN_CLIENTS} with strategy 'bulyan', got"
+            f" {settings.num_clients}"
+        )
+    if settings.reclip and not settings.max_update_norm:
+        raise ConfigError("max-update-norm must be above 0 with reclip, got 0.0")
     name = settings.dataset
     if name not in DATASETS and not Path(expand_path(name, "dataset")).is_dir():
         raise ConfigError(

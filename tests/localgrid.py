@@ -99,7 +99,7 @@ class LocalGrid(Grid):
         try:
             reply = self.apps[node](received, self.contexts[node])
         except Exception as error:
-            reason = f"{type(error)}:<{str(error)!r}>"
+            reason = f"{type(error)}:<'{error}'>"
             reply = Message(Error(CLIENT_RAISED, reason), reply_to=message)
         return self.tamper(node, reply) if self.tamper and is_train(message) else reply
 

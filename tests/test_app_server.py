@@ -16,7 +16,7 @@ from co3_flower import ConfigError, PayloadError
 from co3_flower.nodes import RoundError
 from sim import client_app, server_app
 from sim.outputs import ROUND_KEYS
-from sim.settings import Settings
+from sim.settings import STRATEGIES, Settings
 from sim.task import Score
 
 NUM_CLIENTS = 3
@@ -91,6 +91,8 @@ def one_thread() -> Iterator[None]:
         {"strategy": "fedadam", "payload": "update"},
         {"partition": "dirichlet", "dirichlet_alpha": 0.3, "format": "e5m2", "scale": "unit"},
         {"buffers": "raw", "gamma": 0.0, "prior": "auto"},
+        *({"strategy": name} for name in STRATEGIES if name not in ("", "fedavg")),
+        {"max_update_norm": 1e-3, "reclip": True},
     ],
     ids=lambda run_config: (
         " ".join(f"{key}={value}" for key, value in run_config.items()) or "defaults"
@@ -106,6 +108,13 @@ def test_every_kind_of_run_is_completed_and_counts_its_payloads(
     assert summary["replies"] == 2 * NUM_CLIENTS
     assert all(tuple(row) == ROUND_KEYS for row in run.rows())
     assert 0 < summary["accuracy"] < 1
+
+
+def test_clients_beyond_max_update_norm_are_refused(tmp_path: Path) -> None:
+    run = TestRun(tmp_path / "run", max_update_norm=1e-3)
+    with pytest.raises(RoundError, match=r"L2 norm of at most 0\.001"):
+        run.start()
+    assert "L2 norm of at most 0.001" in run.summary()["error"]
 
 
 @pytest.mark.parametrize("compressor", ["co3", "none"])
@@ -216,6 +225,39 @@ def test_client_without_a_partition_says_how_to_give_it_one(tmp_path: Path) -> N
 def test_inner_strategy_is_the_one_that_was_asked_for() -> None:
     settings = Settings.from_run_config({"strategy": "fedadam"})
     assert isinstance(server_app.make_strategy(settings, "x").inner, FedAdam)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_clients", "fraction", "num_malicious"),
+    [
+        ("krum", 10, 1.0, 3),  # 10 >= 2 * 3 + 3
+        ("krum", 10, 0.5, 1),  # 5 take part
+        ("krum", 2, 1.0, 0),
+        ("krum", 0, 1.0, 0),  # not known how many
+        ("multikrum", 9, 1.0, 3),
+        ("bulyan", 10, 1.0, 1),  # 10 >= 4 * 1 + 3
+        ("bulyan", 11, 1.0, 2),
+    ],
+)
+def test_robust_strategy_is_told_as_many_malicious_clients_as_it_can_bear(
+    strategy: str, num_clients: int, fraction: float, num_malicious: int
+) -> None:
+    run_config = {"strategy": strategy, "num-clients": num_clients, "fraction-train": fraction}
+    inner: Any = server_app.make_inner(Settings.from_run_config(run_config))
+    assert inner.num_malicious_nodes == num_malicious
+    if strategy == "multikrum":
+        assert inner.num_nodes_to_select == num_clients - num_malicious
+
+
+@pytest.mark.parametrize(("payload", "rate"), [("gradient", 0.7), ("update", 0.2)])
+def test_qfedavg_is_told_the_step_that_the_weights_it_sees_have_made(
+    payload: str, rate: float
+) -> None:
+    run_config: dict[str, Any] = {"strategy": "qfedavg", "payload": payload, "lr": 0.2}
+    if payload == "gradient":
+        run_config["server-lr"] = 0.7
+    inner: Any = server_app.make_inner(Settings.from_run_config(run_config))
+    assert inner.client_learning_rate == rate
 
 
 def test_failure_reason_is_one_line() -> None:

@@ -369,6 +369,48 @@ def test_numpy_client_refuses_an_update_that_does_not_fit(result: Any, message: 
         Returning(*result).fit(list(model.values()), config)
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1, 2], "must return a tuple .update, num_examples, metrics., got list"),
+        ((1, 2), "must return a tuple .update, num_examples, metrics., got a tuple of 2"),
+        (
+            (np.zeros((1, 2)), 1, {}),
+            "update must be a list of arrays, one a parameter, got ndarray",
+        ),
+        (({"0": np.zeros(2)}, 1, {}), "update must be a list of arrays, one a parameter, got dict"),
+        (([np.zeros(2)], 1, None), "metrics must be a dict of scalars, got NoneType"),
+        (([None], 1, {}), "dtype must be one of .*, got object in '0'"),
+        (None, "must return a tuple .update, num_examples, metrics., got NoneType"),
+    ],
+)
+def test_wrong_return_of_local_update_is_named(result: Any, message: str) -> None:
+    model = {"w": np.zeros(2, np.float32)}
+    client = Returning()
+    client.result = result
+    with pytest.raises(TypeError, match=message):
+        client.fit(list(model.values()), dict(settings_for(model).to_scalars()))
+
+
+class Forgetful(CO3NumPyClient):
+    """A client whose constructor does not call the one above it."""
+
+    def __init__(self, context: Context) -> None:
+        self.own = context
+
+
+def test_client_that_forgot_super_init_says_so() -> None:
+    client = Forgetful(make_context())
+    for call in (lambda: client.fit([], {}), lambda: client.get_properties({})):
+        with pytest.raises(TypeError, match=r"Forgetful.__init__ must call super\(\).__init__"):
+            call()
+
+
+def test_client_without_a_context_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"context must be the Context that .*, got str"):
+        CO3NumPyClient("0")  # type: ignore[arg-type]
+
+
 def test_integer_tensor_must_keep_its_dtype() -> None:
     model = {"w": np.zeros(2, np.float32), "n": np.array(0, np.int64)}
     config = dict(settings_for(model).to_scalars())

@@ -566,6 +566,28 @@ def test_update_that_is_no_mapping_is_refused() -> None:
 # Decoding
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("e2m1", r"config must be a CodecConfig, got 'e2m1'; use CodecConfig\(format='e2m1'\)"),
+        (None, "config must be a CodecConfig, got None$"),
+    ],
+)
+def test_config_that_is_none_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        encode_update({"w": np.ones(3, np.float32)}, None, config)
+
+
+@pytest.mark.parametrize("payload", ["CO3F", 5, None, [1, 2]], ids=repr)
+def test_payload_that_is_no_bytes_is_refused(payload: Any) -> None:
+    like = {"w": np.ones(3, np.float32)}
+    got = f"payload must be bytes, got {type(payload).__name__}"
+    with pytest.raises(TypeError, match=got):
+        decode_update(payload, like)
+    with pytest.raises(TypeError, match=got):
+        accumulate_update(payload, like, 1)
+
+
 def test_decode_takes_a_layout(small_update: Arrays) -> None:
     payload = encode_update(small_update, None, CodecConfig()).payload
     assert_same_bits(

@@ -137,8 +137,9 @@ def test_training_learns_with_a_four_bit_format() -> None:
 
 @pytest.mark.parametrize("num_clients", [2, 8])
 @pytest.mark.parametrize("config", [CodecConfig(), "none"], ids=["co3", "none"])
+@pytest.mark.parametrize("limit", [{}, {"max_update_norm": 0.5, "reclip": True}], ids=str)
 def test_memory_does_not_grow_with_the_number_of_clients(
-    config: CodecConfig | str, num_clients: int, rng: np.random.Generator
+    config: CodecConfig | str, num_clients: int, limit: dict[str, Any], rng: np.random.Generator
 ) -> None:
     model = {f"w{i}": rng.standard_normal(200_000).astype(np.float32) for i in range(8)}
     dense, largest = 8 * 800_000, 800_000
@@ -151,7 +152,7 @@ def test_memory_does_not_grow_with_the_number_of_clients(
         content = RecordDict({"arrays": record_of(arrays), "metrics": metrics})
         return Message(content, reply_to=message)
 
-    strategy = make_strategy(config, num_clients=num_clients)
+    strategy = make_strategy(config, num_clients=num_clients, **limit)
     grid = LocalGrid(app, num_clients)
     messages = strategy.configure_train(1, record_of(model), ConfigRecord(), grid)
     replies = grid.send_and_receive(messages)
@@ -473,7 +474,14 @@ def test_client_that_raises_is_a_named_failure() -> None:
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ("<class 'ValueError'>:<'no data'>", "<class 'ValueError'>:<'no data'>"),
+        ("<class 'ValueError'>:<'no data'>", "ValueError: no data"),
+        ("<class 'co3_flower.errors.ConfigError'>:<'a\n b'>", "ConfigError: a b"),
+        ("<class 'KeyError'>:<''w''>", "KeyError: 'w'"),
+        (
+            "<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'ray::run()\n  File x\n"
+            "Exception ClientAppException occurred. Message: no data'>",
+            "no data",
+        ),
         (
             "Traceback (most recent call last):\n  File x, line 3\nValueError: no data\n",
             "ValueError: no data",
@@ -814,6 +822,11 @@ def test_inner_strategy_aggregates_evaluations() -> None:
         ({"payload": "gradient"}, "server_lr must be set in gradient mode"),
         ({"server_lr": 0}, r"server_lr must be in \(0, inf\], got 0"),
         ({"server_lr": float("nan")}, "server_lr must be in"),
+        ({"max_update_norm": 0}, "max_update_norm must be a number above 0 and finite, got 0"),
+        ({"max_update_norm": float("inf")}, "max_update_norm must be a number above 0 and finite"),
+        ({"max_update_norm": "1"}, "max_update_norm must be a number above 0 and finite, got '1'"),
+        ({"reclip": 1}, "reclip must be True or False, got 1"),
+        ({"reclip": True}, "max_update_norm must be set with reclip, got None"),
         ({"server_lr": 0.5, "inner": FedAvg()}, "server_lr must be 1 with an inner strategy"),
         ({"weighting": "size"}, "weighting must be one of 'examples', 'uniform'"),
         ({"buffers": "sent"}, "buffers must be one of 'coded', 'raw', 'local'"),

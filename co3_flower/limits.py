@@ -1,0 +1,160 @@
+"""What a sound payload may still not do: entries that are too large, an update that is too long.
+
+In come a payload's symbols and the values they stand for, before anything is added or handed out;
+no dense copy is made of what is coded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co3_flower import kernels
+from co3_flower.errors import PayloadError
+from co3_flower.layout import FLOAT_DTYPES, Layout, Plan
+
+_BLOCK = 2**16  # raw entries squared at a time
+
+
+@dataclass(frozen=True)
+class NormLimit:
+    """Upper bound on the L2 norm of a decoded update, over some of its tensors as one vector.
+
+    Parameters
+    ----------
+    max_norm : float
+        Positive and finite.
+    names : frozenset of str
+        The float tensors that count, coded or raw.
+    clip : bool
+        Scale these tensors down to the bound; otherwise a longer update is refused.
+
+    Examples
+    --------
+    >>> NormLimit(1.5, frozenset(["weight", "bias"]), clip=True).max_norm
+    1.5
+    """
+
+    max_norm: float
+    names: frozenset[str]
+    clip: bool = False
+
+
+def check_magnitudes(
+    layout: Layout,
+    plan: Plan,
+    values: NDArray[np.float32],
+    symbols: NDArray[np.uint8],
+    raw: Mapping[int, NDArray[Any]],
+    limit: float,
+) -> None:
+    """Refuse float entries beyond a limit.
+
+    The scales tell nearly always that there are none; only then the symbols are looked at.
+
+    Parameters
+    ----------
+    layout, plan : Layout, Plan
+        Of the payload.
+    values : float32 [tensor in coding order, symbol]
+        What the symbols stand for.
+    symbols : uint8 [entry]
+        Those of all coded tensors and buffers.
+    raw : mapping of int to array
+        Raw tensors by layout position.
+    limit : float
+        Largest magnitude.
+
+    Raises
+    ------
+    PayloadError
+        Naming the tensor.
+    """
+    largest = {
+        i: float(np.abs(array).max(initial=0))
+        for i, array in raw.items()
+        if array.dtype in FLOAT_DTYPES
+    }
+    for j in np.flatnonzero(values.max(axis=1, initial=0) > limit).tolist():
+        used = _counts(symbols, plan, j, values.shape[1]) > 0
+        largest[plan.order[j]] = float(np.abs(values[j, used]).max(initial=0))
+    for i, magnitude in largest.items():
+        if magnitude > limit:
+            raise PayloadError(
+                f"decoded entries must be at most {limit:g} in magnitude, "
+                f"got {magnitude:g} in {layout.names[i]!r}"
+            )
+
+
+def update_norm(
+    names: frozenset[str],
+    layout: Layout,
+    plan: Plan,
+    values: NDArray[np.float32],
+    symbols: NDArray[np.uint8],
+    raw: Mapping[int, NDArray[Any]],
+) -> float:
+    """Return the L2 norm over the named tensors: of coded ones, from how often each symbol occurs.
+
+    Parameters are those of `check_magnitudes`. The sum of squares is rounded once, so that neither
+    the order of tensors nor the number of threads matters.
+    """
+    squares: list[float] = []
+    for j, i in enumerate(plan.order):
+        if layout.names[i] in names:
+            row = values[j].astype(np.float64)
+            squares += (_counts(symbols, plan, j, row.size) * (row * row)).tolist()
+    for i, array in raw.items():
+        if layout.names[i] in names:
+            flat = array.reshape(-1)
+            squares += [
+                float(np.square(flat[k : k + _BLOCK], dtype=np.float64).sum())
+                for k in range(0, flat.size, _BLOCK)
+            ]
+    return math.sqrt(math.fsum(squares))
+
+
+def limit_norm(
+    limit: NormLimit,
+    layout: Layout,
+    plan: Plan,
+    values: NDArray[np.float32],
+    symbols: NDArray[np.uint8],
+    raw: Mapping[int, NDArray[Any]],
+) -> None:
+    """Refuse an update that is too long, or scale its values down in place: ``y = f32(c * y)``.
+
+    Parameters are those of `check_magnitudes`; `values` and the arrays of `raw` are changed.
+    The factor c = max_norm / norm and the product are float64: entries may be as large as float32
+    goes, where a float32 factor would be subnormal.
+
+    Raises
+    ------
+    PayloadError
+        When the norm is above the limit and `clip` is false.
+    """
+    norm = update_norm(limit.names, layout, plan, values, symbols, raw)
+    if norm <= limit.max_norm:
+        return
+    if not limit.clip:
+        raise PayloadError(
+            f"decoded update must have an L2 norm of at most {limit.max_norm:g}, got {norm:g}"
+        )
+    factor = np.float64(limit.max_norm / norm)
+    chosen = [j for j, i in enumerate(plan.order) if layout.names[i] in limit.names]
+    with np.errstate(under="ignore"):
+        values[chosen] = values[chosen] * factor
+        for i, array in raw.items():
+            if layout.names[i] in limit.names:
+                np.multiply(array, factor, out=array, dtype=np.float64, casting="same_kind")
+
+
+def _counts(symbols: NDArray[np.uint8], plan: Plan, j: int, num_values: int) -> NDArray[np.int64]:
+    counts = np.empty(num_values, np.int64)
+    kernels.count_symbols(symbols[plan.offsets[j] : plan.offsets[j + 1]], num_values, counts)
+    return counts
