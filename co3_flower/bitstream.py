@@ -214,7 +214,7 @@ def encode_structured(
     dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
     num_chunks = -(-symbols.size // chunk_symbols)
     sizes = np.zeros(num_chunks * stored_streams(tables), np.int64)
-    entries, steps = np.zeros(0, np.uint64), _no_steps()
+    entries, steps = np.zeros((0, 0), np.uint64), np.zeros((0, 0, 5), np.uint64)
     if isinstance(tables, HuffmanTables):
         entries = np.zeros(tables.lengths.shape, np.uint64)
         kernels.encoder_entries(tables.lengths, entries)
@@ -231,7 +231,7 @@ def encode_structured(
         used = kernels_structure.encode_chunks(
             first, last, chunk_symbols, NUM_STREAMS if is_huffman else 0, symbols,
             structure.kernel_layout, structure.sum_map(dead), structure.num_tables, width,
-            tuple(each.reshape(-1) for each in steps), entries.reshape(-1),
+            steps.reshape(-1, 5), entries.reshape(-1),
             np.empty(chunk_symbols + kernels_rans.STATE_WORDS + 1, np.uint16),
             none16 if is_huffman else words, words if is_huffman else none32, sizes,
         )  # fmt: skip
@@ -282,10 +282,9 @@ def decode_structured(
 def structured_bits(tables: Tables, structure: Structure) -> NDArray[np.float64]:
     """Return the bits [tensors] that the coded tensors' symbols take (for rANS, their ideal)."""
     bits = np.zeros(structure.plan.num_coded, np.float64)
-    for t, counted in enumerate(structure.of_tensor):
-        counts = counted[:, :-1].astype(np.int64)
-        table_of = structure.class_map[counted[:, -1]].astype(np.int64)
-        bits[t] = tables.code_bits(counts, table_of).sum()
+    kernels_structure.tensor_bits(
+        structure.of_tensor, structure.class_map, tables.symbol_bits(), bits
+    )
     return bits
 
 
@@ -346,38 +345,25 @@ def _rans_encoder(
     chunk_symbols: int,
     sizes: NDArray[np.int64],
 ) -> Callable[[int, int], NDArray[np.uint16]]:
-    _, reciprocals, shifts, starts = _rans_steps(tables)
+    steps = _rans_steps(tables)
 
     def encode(first: int, last: int) -> NDArray[np.uint16]:
         room = chunk_symbols + kernels_rans.STATE_WORDS + 1  # at most a word a symbol
         scratch = np.empty(room, np.uint16)
         words = np.empty((last - first) * room, np.uint16)
         used = kernels_rans.encode_chunks(
-            first, last, chunk_symbols, symbols, offsets, table_of, tables.frequencies,
-            reciprocals, shifts, starts, scratch, words, sizes,
+            first, last, chunk_symbols, symbols, offsets, table_of, steps, scratch, words, sizes,
         )  # fmt: skip
         return words[:used]
 
     return encode
 
 
-def _rans_steps(tables: RansTables) -> tuple[NDArray[Any], ...]:
-    """Frequencies, and what else encoding needs, each [tables, K]."""
-    reciprocals = np.zeros(tables.frequencies.shape, np.int64)
-    shifts = np.zeros(tables.frequencies.shape, np.uint8)
-    starts = np.zeros(tables.frequencies.shape, np.uint32)
-    kernels_rans.encoder_steps(tables.frequencies, reciprocals, shifts, starts)
-    return tables.frequencies, reciprocals, shifts, starts
-
-
-def _no_steps() -> tuple[NDArray[Any], ...]:
-    """Stand in for `_rans_steps` where Huffman codes are used."""
-    return (
-        np.zeros(0, np.uint32),
-        np.zeros(0, np.int64),
-        np.zeros(0, np.uint8),
-        np.zeros(0, np.uint32),
-    )
+def _rans_steps(tables: RansTables) -> NDArray[np.uint64]:
+    """Return what encoding needs of each symbol, uint64 [tables, K, 5]."""
+    steps = np.zeros((*tables.frequencies.shape, 5), np.uint64)
+    kernels_rans.encoder_steps(tables.frequencies, steps)
+    return steps
 
 
 def pack_tables(tables: Tables, table_of: NDArray[np.int64], num_tables: int) -> bytes:

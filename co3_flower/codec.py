@@ -44,6 +44,7 @@ from co3_flower.tables import CodeTables, Converted, choose_tables, code_bits
 
 _BUFFER_GAMMA = 1.0
 _BUFFER_SCALE = "mse"
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -635,7 +636,7 @@ def _accumulator_of(
 ) -> NDArray[np.float32]:
     name, shape = layout.names[i], layout.shapes[i]
     array = accumulator.get(name)
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.float32:
+    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != _FLOAT32:
         got = (
             f"{array.dtype} {array.shape}"
             if isinstance(array, np.ndarray)
@@ -644,8 +645,9 @@ def _accumulator_of(
         raise ValueError(
             f"accumulator must hold a float32 array of shape {shape}, got {got} in {name!r}"
         )
-    if not (array.flags.c_contiguous and array.flags.writeable):
+    if not array.flags.carray:
         raise ValueError(
-            f"accumulator must be C-contiguous and writeable, got an array that is not in {name!r}"
+            "accumulator must be C-contiguous, aligned and writeable, got an array that is not in "
+            f"{name!r}"
         )
     return array.reshape(-1)

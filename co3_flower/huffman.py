@@ -147,10 +147,20 @@ class HuffmanTables:
     def distinct(self) -> tuple[HuffmanTables, NDArray[np.int64]]:
         """Return the different tables in order of appearance, and the number of each of these."""
         numbers: dict[bytes, int] = {}
-        table_of = [numbers.setdefault(row.tobytes(), len(numbers)) for row in self.lengths]
-        table_numbers = np.array(table_of, np.int64)
-        firsts = np.unique(table_numbers, return_index=True)[1]
-        return self.take(firsts), table_numbers
+        firsts: list[int] = []
+        table_of: list[int] = []
+        data, size = self.lengths.tobytes(), self.lengths.shape[1]
+        for i in range(self.lengths.shape[0]):
+            number = numbers.setdefault(data[i * size : (i + 1) * size], len(numbers))
+            if number == len(firsts):
+                firsts.append(i)
+            table_of.append(number)
+        return self.take(np.array(firsts, np.int64)), np.array(table_of, np.int64)
+
+    def symbol_bits(self) -> NDArray[np.float64]:
+        """Return the bits [tables, K] of each symbol; a table's only one takes none."""
+        is_lone = np.count_nonzero(self.lengths, axis=1) == 1
+        return np.where(is_lone[:, None], 0, self.lengths).astype(np.float64)
 
     def code_bits(
         self, counts: NDArray[np.int64], table_of: NDArray[np.int64]
@@ -164,6 +174,8 @@ class HuffmanTables:
 def pad_columns(groups: Sequence[NDArray[T]], fill: int = 0) -> NDArray[T]:
     """Stack arrays [rows, K] of different widths, filled up at the right."""
     width = max(group.shape[1] for group in groups)
+    if all(group.shape[1] == width for group in groups):
+        return np.concatenate(groups)
     return np.concatenate(
         [
             np.pad(group, ((0, 0), (0, width - group.shape[1])), constant_values=fill)

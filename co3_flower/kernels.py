@@ -10,10 +10,7 @@ of threads and any machine give the same bytes. Compiled code is cached on disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
-import numba
 import numpy as np
 from numpy import float32 as f32
 from numpy import int32 as i32
@@ -22,10 +19,10 @@ from numpy import uint8 as u8
 from numpy import uint32 as u32
 from numpy import uint64 as u64
 
+from co3_flower.jit import drop_stale_cache
+from co3_flower.jit import njit as _njit
 
-def _njit(function: Callable[..., Any]) -> Any:
-    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-
+drop_stale_cache()
 
 BLOCK = 4096  # float32 entries that stay in the first-level cache between passes
 MAGNITUDE = u32(0x7FFFFFFF)  # all bits of a float32 but its sign

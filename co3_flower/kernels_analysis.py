@@ -5,16 +5,9 @@ They decide no byte of a payload. With ``NUMBA_DISABLE_JIT=1`` all of it runs as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 
-
-def _njit(function: Callable[..., Any]) -> Any:
-    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-
+from co3_flower.jit import njit as _njit
 
 NODE_BITS = 28  # a slot of the dictionary holds node, symbol and child: 28 + 8 + 28 bits
 _MIN_SLOTS = 1 << 10

@@ -20,8 +20,11 @@ import math
 import numpy as np
 from numpy import int64 as i64
 from numpy import uint8 as u8
+from numpy import uint16 as u16
+from numpy import uint64 as u64
 
-from co3_flower.kernels import _njit, tensor_at
+from co3_flower.jit import njit as _njit
+from co3_flower.kernels import tensor_at
 from co3_flower.kernels_side import (
     BY_LAW,
     NUMBER_CONTEXTS,
@@ -41,6 +44,7 @@ SLOT = TOTAL - 1
 LOW = 1 << 15  # a state is never below; where both ends start and finish
 NUM_STATES = 4
 STATE_WORDS = 2 * NUM_STATES  # 16-bit words at the head of a chunk
+ONE, THREE, FOUR = u64(1), u64(3), u64(4)  # positions count without sign: numba then never wraps
 
 MANTISSA_BITS = 4  # of the weights that are sent; their exponents take the place of code lengths
 TOP_EXPONENT = 20  # of the largest weight of a table
@@ -271,103 +275,102 @@ def decode_weights(data, sizes, edges, edges_of, exponents, mantissas, laws, fre
 
 
 @_njit
-def encoder_steps(freqs, reciprocals, shifts, starts):
-    """Per table and symbol [T, K]: what encoding needs beside the frequency.
+def encoder_steps(freqs, steps):
+    """Per table and symbol, uint64 [T, K, 5]: what encoding needs.
 
-    x // f is (x * reciprocal) >> shift for all x below 2**31, with reciprocal =
-    ceil(2**shift / f) and shift = 31 + ceil(log2 f).
+    A reciprocal and a shift with which x // f is (x * reciprocal) >> shift for all x below 2**31
+    (ceil(2**shift / f), shift = 31 + ceil(log2 f)), where the symbol's slots start, 2**14 - f, and
+    the state from which on a word is written, f * 2**17.
     """
     for t in range(freqs.shape[0]):
         start = i64(0)
         for k in range(freqs.shape[1]):
             f = i64(freqs[t, k])
-            starts[t, k] = start
-            start += f
             if f > 0:
-                shift = 31
+                shift = i64(31)
                 while (i64(1) << (shift - 31)) < f:
                     shift += 1
-                shifts[t, k] = shift
-                reciprocals[t, k] = ((i64(1) << shift) + f - 1) // f
+                steps[t, k, 0] = u64(((i64(1) << shift) + f - 1) // f)
+                steps[t, k, 1] = u64(shift)
+                steps[t, k, 2] = u64(start)
+                steps[t, k, 3] = u64(TOTAL - f)
+                steps[t, k, 4] = u64(f << 17)
+            start += f
 
 
 @_njit
-def push(x, symbol, freqs, reciprocals, shifts, starts, words, w):
+def push(x, step, words, w):
     """Encode one symbol into state x, writing a word downwards first where it is too large."""
-    f = i64(freqs[symbol])
-    words[w - 1] = np.uint16(x & 0xFFFF)
-    full = i64(x >= f << 17)
-    w -= full
-    x >>= 16 * full
-    q = (x * reciprocals[symbol]) >> i64(shifts[symbol])
-    return x + q * (TOTAL - f) + i64(starts[symbol]), w
+    words[w - ONE] = u16(x & u64(0xFFFF))
+    full = u64(x >= step[4])
+    x >>= full << u64(4)
+    return x + ((x * step[0]) >> step[1]) * step[3] + step[2], w - full
 
 
 @_njit
 def write_states(x0, x1, x2, x3, words, w):
     """Put the four states before words[w]; returns where they begin."""
     for x in (x3, x2, x1, x0):
-        words[w - 1] = np.uint16(x >> 16)
-        words[w - 2] = np.uint16(x & 0xFFFF)
-        w -= 2
+        words[w - ONE] = u16(x >> u64(16))
+        words[w - u64(2)] = u16(x & u64(0xFFFF))
+        w -= u64(2)
     return w
 
 
 @_njit
 def read_states(words, w, last):
     """Read the four states at words[w:last]; tells whether they are there and in range."""
-    if last - w < STATE_WORDS:
-        return False, i64(LOW), i64(LOW), i64(LOW), i64(LOW)
-    x0 = i64(words[w]) | (i64(words[w + 1]) << 16)
-    x1 = i64(words[w + 2]) | (i64(words[w + 3]) << 16)
-    x2 = i64(words[w + 4]) | (i64(words[w + 5]) << 16)
-    x3 = i64(words[w + 6]) | (i64(words[w + 7]) << 16)
+    if last < w + u64(STATE_WORDS):
+        return False, u64(LOW), u64(LOW), u64(LOW), u64(LOW)
+    x0 = u64(words[w]) | (u64(words[w + ONE]) << u64(16))
+    x1 = u64(words[w + u64(2)]) | (u64(words[w + u64(3)]) << u64(16))
+    x2 = u64(words[w + u64(4)]) | (u64(words[w + u64(5)]) << u64(16))
+    x3 = u64(words[w + u64(6)]) | (u64(words[w + u64(7)]) << u64(16))
     highest, lowest = max(max(x0, x1), max(x2, x3)), min(min(x0, x1), min(x2, x3))
-    return lowest >= LOW and highest < LOW << 16, x0, x1, x2, x3
+    return lowest >= u64(LOW) and highest < u64(LOW << 16), x0, x1, x2, x3
 
 
 @_njit
-def encode_chunk(begin, end, symbols, offsets, table_of, freqs, reciprocals, shifts, starts, words):
+def encode_chunk(begin, end, symbols, offsets, table_of, steps, words):
     """Code symbols[begin:end] into the upper end of uint16 words; returns where the stream begins.
 
     Symbols go in from the last to the first, so that they come out in order.
     """
-    x0 = x1 = x2 = x3 = i64(LOW)
-    w = i64(words.size)
+    x0 = x1 = x2 = x3 = u64(LOW)
+    w = u64(words.size)
     t = tensor_at(offsets, end - 1)
-    stop = end
-    while stop > begin:
-        start = max(begin, offsets[t])
-        table = table_of[t]
-        f, r, s, c = freqs[table], reciprocals[table], shifts[table], starts[table]
-        i = stop - 1
-        while i >= start and (i - begin) & 3 != 3:
-            lane = (i - begin) & 3
-            if lane == 0:
-                x0, w = push(x0, symbols[i], f, r, s, c, words, w)
-            elif lane == 1:
-                x1, w = push(x1, symbols[i], f, r, s, c, words, w)
+    first, stop = u64(begin), u64(end)
+    while stop > first:
+        start = max(first, u64(offsets[t]))
+        s = steps[table_of[t]]
+        i = stop  # the next symbol is that before i
+        while i > start and (i - first) & THREE != u64(0):
+            lane = (i - first) & THREE
+            i -= ONE
+            if lane == ONE:
+                x0, w = push(x0, s[symbols[i]], words, w)
+            elif lane == u64(2):
+                x1, w = push(x1, s[symbols[i]], words, w)
             else:
-                x2, w = push(x2, symbols[i], f, r, s, c, words, w)
-            i -= 1
-        while i - 3 >= start:
-            x3, w = push(x3, symbols[i], f, r, s, c, words, w)
-            x2, w = push(x2, symbols[i - 1], f, r, s, c, words, w)
-            x1, w = push(x1, symbols[i - 2], f, r, s, c, words, w)
-            x0, w = push(x0, symbols[i - 3], f, r, s, c, words, w)
-            i -= 4
-        while i >= start:
-            lane = (i - begin) & 3
-            if lane == 1:
-                x1, w = push(x1, symbols[i], f, r, s, c, words, w)
-            elif lane == 2:
-                x2, w = push(x2, symbols[i], f, r, s, c, words, w)
+                x2, w = push(x2, s[symbols[i]], words, w)
+        while i >= start + FOUR:
+            x3, w = push(x3, s[symbols[i - ONE]], words, w)
+            x2, w = push(x2, s[symbols[i - u64(2)]], words, w)
+            x1, w = push(x1, s[symbols[i - THREE]], words, w)
+            x0, w = push(x0, s[symbols[i - FOUR]], words, w)
+            i -= FOUR
+        while i > start:
+            lane = (i - first) & THREE
+            i -= ONE
+            if lane == u64(0):
+                x3, w = push(x3, s[symbols[i]], words, w)
+            elif lane == THREE:
+                x2, w = push(x2, s[symbols[i]], words, w)
             else:
-                x3, w = push(x3, symbols[i], f, r, s, c, words, w)
-            i -= 1
+                x1, w = push(x1, s[symbols[i]], words, w)
         stop = start
         t -= 1
-    return write_states(x0, x1, x2, x3, words, w)
+    return i64(write_states(x0, x1, x2, x3, words, w))
 
 
 @_njit
@@ -378,10 +381,7 @@ def encode_chunks(
     symbols,
     offsets,
     table_of,
-    freqs,
-    reciprocals,
-    shifts,
-    starts,
+    steps,
     scratch,
     words,
     sizes,
@@ -391,9 +391,7 @@ def encode_chunks(
     for c in range(first, last):
         begin = c * chunk_symbols
         end = min(symbols.size, begin + chunk_symbols)
-        w = encode_chunk(
-            begin, end, symbols, offsets, table_of, freqs, reciprocals, shifts, starts, scratch
-        )
+        w = encode_chunk(begin, end, symbols, offsets, table_of, steps, scratch)
         n = scratch.size - w
         words[used : used + n] = scratch[w:]
         sizes[c] = n
@@ -416,17 +414,17 @@ def decoder_slots(freqs, symbol_of, steps):
 @_njit
 def pull(x, symbol_of, steps):
     """Decode one symbol from state x; the state is not refilled."""
-    slot = x & SLOT
+    slot = x & u64(SLOT)
     symbol = symbol_of[slot]
-    step = i64(steps[symbol])
-    return (step & 0xFFFF) * (x >> FREQUENCY_BITS) + slot - (step >> 16), symbol
+    step = u64(steps[symbol])
+    return (step & u64(0xFFFF)) * (x >> u64(FREQUENCY_BITS)) + slot - (step >> u64(16)), symbol
 
 
 @_njit
 def refill(x, words, w):
     """Read a word into a state that has become too small."""
-    low = i64(x < LOW)  # without a branch, which could not be predicted
-    return (x << (low << 4)) | (i64(words[w]) & -low), w + low
+    low = u64(x < u64(LOW))  # without a branch, which could not be predicted
+    return (x << (low << u64(4))) | (u64(words[w]) & (u64(0) - low)), w + low
 
 
 @_njit
@@ -435,49 +433,51 @@ def decode_chunk(begin, end, words, w, last, offsets, table_of, symbol_of, steps
 
     Words behind the last one read as 0; one word behind it must exist.
     """
+    w, last = u64(w), u64(last)
     sound, x0, x1, x2, x3 = read_states(words, w, last)
     if not sound:
         return False
-    w += STATE_WORDS
+    w += u64(STATE_WORDS)
     t = tensor_at(offsets, begin)
-    i = begin
-    while i < end:
-        stop = min(end, offsets[t + 1])
+    first, i, behind = u64(begin), u64(begin), u64(end)
+    while i < behind:
+        stop = min(behind, u64(offsets[t + 1]))
         table = table_of[t]
         of, st = symbol_of[table], steps[table]
         while i < stop:
-            while (i - begin) & 3 == 0 and i + 4 <= stop and w + 4 <= last:
-                x0, s0 = pull(x0, of, st)
-                x1, s1 = pull(x1, of, st)
-                x2, s2 = pull(x2, of, st)
-                x3, s3 = pull(x3, of, st)
-                out[i], out[i + 1], out[i + 2], out[i + 3] = s0, s1, s2, s3
-                x0, w = refill(x0, words, w)
-                x1, w = refill(x1, words, w)
-                x2, w = refill(x2, words, w)
-                x3, w = refill(x3, words, w)
-                i += 4
-            if i >= stop:
-                break
-            lane = (i - begin) & 3
-            x = x0 if lane == 0 else x1 if lane == 1 else x2 if lane == 2 else x3
+            if (i - first) & THREE == u64(0):
+                while i + FOUR <= stop and w + FOUR <= last:
+                    x0, s0 = pull(x0, of, st)
+                    x1, s1 = pull(x1, of, st)
+                    x2, s2 = pull(x2, of, st)
+                    x3, s3 = pull(x3, of, st)
+                    out[i], out[i + ONE], out[i + u64(2)], out[i + THREE] = s0, s1, s2, s3
+                    x0, w = refill(x0, words, w)
+                    x1, w = refill(x1, words, w)
+                    x2, w = refill(x2, words, w)
+                    x3, w = refill(x3, words, w)
+                    i += FOUR
+                if i >= stop:
+                    break
+            lane = (i - first) & THREE
+            x = x0 if lane == u64(0) else x1 if lane == ONE else x2 if lane == u64(2) else x3
             x, symbol = pull(x, of, st)
             out[i] = symbol
-            if x < LOW:
+            if x < u64(LOW):
                 if w >= last:
                     return False
                 x, w = refill(x, words, w)
-            if lane == 0:
+            if lane == u64(0):
                 x0 = x
-            elif lane == 1:
+            elif lane == ONE:
                 x1 = x
-            elif lane == 2:
+            elif lane == u64(2):
                 x2 = x
             else:
                 x3 = x
-            i += 1
+            i += ONE
         t += 1
-    return w == last and x0 == LOW and x1 == LOW and x2 == LOW and x3 == LOW
+    return w == last and x0 == u64(LOW) and x1 == u64(LOW) and x2 == u64(LOW) and x3 == u64(LOW)
 
 
 @_njit

@@ -12,7 +12,8 @@ import math
 import numpy as np
 from numpy import int64 as i64
 
-from co3_flower.kernels import LN2, WINDOW_BITS, _njit, huffman_lengths
+from co3_flower.jit import njit as _njit
+from co3_flower.kernels import LN2, WINDOW_BITS, huffman_lengths
 from co3_flower.law_table import ATOMS, BETAS, MEANS, PROBABILITIES
 
 # --- an adaptive binary coder ---------------------------------------------------------------------

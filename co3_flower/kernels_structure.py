@@ -19,12 +19,16 @@ from numpy import uint8 as u8
 from numpy import uint32 as u32
 from numpy import uint64 as u64
 
-from co3_flower.kernels import WINDOW, _njit, law_cells, put, tensor_at, window_at
+from co3_flower.jit import njit as _njit
+from co3_flower.kernels import WINDOW, law_cells, put, tensor_at, window_at
 from co3_flower.kernels_rans import (
+    FOUR,
     FREQUENCY_BITS,
     LOW,
+    ONE,
     SLOT,
     STATE_WORDS,
+    THREE,
     TOTAL,
     push,
     read_states,
@@ -41,7 +45,8 @@ NUM_CLASSES = MAX_ROW + 2 * CENTRE
 DEAD = 512  # of a row or a column: sums from here on are the dead class
 NUM_SUMS = DEAD + DEAD + 1
 MAX_TABLES = 200  # of classes; their numbers take a byte
-DENSE = 0.02  # gain of a class from which on a sample of rows tells the modes apart
+DENSE = 0.02  # gain of a class from which on a sample of rows tells the modes apart,
+MIN_SAMPLE, MIN_SAMPLE_ROWS = 4096, 8  # of at least so many entries and rows
 SHAPE = 1.8  # beta of the laws by which modes are chosen: given its row and column an entry is
 # nearly normal
 
@@ -111,10 +116,18 @@ def live_flags(symbols, cols, zero, row_live, col_live):
         row_live[i] = any_live
 
 
+LOG_BITS = 8  # mantissa bits that the table of logarithms knows
+LOGS = np.log2(1.0 + np.arange((1 << LOG_BITS) + 1) / (1 << LOG_BITS))
+BELOW_LOG_BITS = i64((1 << (52 - LOG_BITS)) - 1)
+
+
 @_njit
 def log_class(mean):
-    """Quarter octaves of a mean magnitude in cells."""
-    return 4.0 * math.log2(max(mean, 1e-12))
+    """Quarter octaves of a mean magnitude in cells, to 1e-5 by a table: there are many to take."""
+    bits = np.float64(max(mean, 1e-12)).view(np.int64)
+    i = (bits >> (52 - LOG_BITS)) & ((1 << LOG_BITS) - 1)
+    rest = (bits & BELOW_LOG_BITS) / (BELOW_LOG_BITS + 1.0)
+    return 4.0 * ((bits >> 52) - 1023 + LOGS[i] + rest * (LOGS[i + 1] - LOGS[i]))
 
 
 @_njit
@@ -185,20 +198,25 @@ def settle_factors(logs, live, per_factor, gains, offset, out):
                 counts[value] += 1
                 n += 1
                 low, high = min(low, value), max(high, value)
+        fewest = 1e300
         for value in range(low, high + 1):
             bits[value] = math.log2(n / counts[value]) if counts[value] > 0 else 1e300
+            fewest = min(fewest, bits[value])
         for i in range(out.size):
             if not live[i]:
                 continue
             at = min(NUM_CLASSES - 1, max(0, i64(logs[i]) + offset))
             weight = per_factor * gains[at]
-            reach = math.sqrt(12.0 / max(weight, 1e-3)) + 1.0  # farther off loses over 12 bits
-            best, least = i64(out[i]), 1e300
-            start = max(low, i64(logs[i] - reach))
-            for value in range(start, min(high, i64(logs[i] + reach)) + 1):
-                cost = weight * (logs[i] - value) ** 2 + bits[value]
-                if cost < least:
-                    best, least = i64(value), cost
+            middle = min(high, max(low, i64(logs[i] + 0.5)))
+            best, least = i64(out[i]), weight * (logs[i] - out[i]) ** 2 + bits[out[i]]
+            for away in range(high - low + 1):
+                if away > 0 and weight * (away - 0.5) ** 2 + fewest >= least:
+                    break  # farther off loses more than any value saves
+                for value in (middle - away, middle + away):
+                    if low <= value <= high:
+                        cost = weight * (logs[i] - value) ** 2 + bits[value]
+                        if cost < least:
+                            best, least = i64(value), cost
             out[i] = best
 
 
@@ -277,7 +295,9 @@ def choose_mode(
     if rows == 1 or cols == 1 or rows * cols < 256:
         row_class[0] = base
         return NONE
-    every = 8 if rows >= 64 and rows * cols >= 65536 and gains[base + CENTRE] > DENSE else 1
+    every = 1
+    if gains[base + CENTRE] > DENSE:
+        every = max(1, min(8, rows // MIN_SAMPLE_ROWS, rows * cols // MIN_SAMPLE))
     flat_rows, flat_cols = np.full(rows, base, np.uint16), np.full(cols, CENTRE, np.uint16)
     best = structure_cost(symbols, cols, zero, flat_rows, flat_cols, costs, every)
     mode = NONE
@@ -655,6 +675,21 @@ def choose_structure(
 
 
 @_njit
+def tensor_bits(of_tensor, class_map, symbol_bits, bits):
+    """Bits, float64 [tensors], of the symbols that `choose_structure` counted by class.
+
+    symbol_bits float64 [tables, K] are those of each symbol in each table.
+    """
+    for t in range(bits.size):
+        counted = of_tensor[t]
+        k_max = counted.shape[1] - 1
+        for q in range(counted.shape[0]):
+            table = class_map[counted[q, k_max]]
+            for k in range(k_max):
+                bits[t] += counted[q, k] * symbol_bits[table, k]
+
+
+@_njit
 def read_structure(offsets, taps, row_at, row_class, col_at, col_class, modes, class_map, data):
     """Read what `choose_structure` and `code_class_map` wrote.
 
@@ -806,72 +841,76 @@ def fill_keys(
 
 
 @_njit
-def encode_rans(begin, end, symbols, keys, freqs, reciprocals, shifts, starts, words):
-    """`kernels_rans.encode_chunk` with a table an entry: keys [end - begin], flat tables."""
-    x0 = x1 = x2 = x3 = i64(LOW)
-    w = i64(words.size)
+def encode_rans(begin, end, symbols, keys, steps, words):
+    """`kernels_rans.encode_chunk` with a table an entry: keys [end - begin], flat steps."""
+    x0 = x1 = x2 = x3 = u64(LOW)
+    w = u64(words.size)
     part = symbols[begin:end]
-    i = part.size - 1
-    while i >= 0 and i & 3 != 3:
-        k = i64(keys[i]) + part[i]
-        if i & 3 == 0:
-            x0, w = push(x0, k, freqs, reciprocals, shifts, starts, words, w)
-        elif i & 3 == 1:
-            x1, w = push(x1, k, freqs, reciprocals, shifts, starts, words, w)
+    i = u64(part.size)  # the next symbol is that before i
+    while i & THREE != u64(0):
+        lane = i & THREE
+        i -= ONE
+        step = steps[u64(keys[i]) + u64(part[i])]
+        if lane == ONE:
+            x0, w = push(x0, step, words, w)
+        elif lane == u64(2):
+            x1, w = push(x1, step, words, w)
         else:
-            x2, w = push(x2, k, freqs, reciprocals, shifts, starts, words, w)
-        i -= 1
-    while i >= 3:
-        k3, k2 = i64(keys[i]) + part[i], i64(keys[i - 1]) + part[i - 1]
-        k1, k0 = i64(keys[i - 2]) + part[i - 2], i64(keys[i - 3]) + part[i - 3]
-        x3, w = push(x3, k3, freqs, reciprocals, shifts, starts, words, w)
-        x2, w = push(x2, k2, freqs, reciprocals, shifts, starts, words, w)
-        x1, w = push(x1, k1, freqs, reciprocals, shifts, starts, words, w)
-        x0, w = push(x0, k0, freqs, reciprocals, shifts, starts, words, w)
-        i -= 4
-    return write_states(x0, x1, x2, x3, words, w)
+            x2, w = push(x2, step, words, w)
+    while i > u64(0):
+        step3 = steps[u64(keys[i - ONE]) + u64(part[i - ONE])]
+        step2 = steps[u64(keys[i - u64(2)]) + u64(part[i - u64(2)])]
+        step1 = steps[u64(keys[i - THREE]) + u64(part[i - THREE])]
+        step0 = steps[u64(keys[i - FOUR]) + u64(part[i - FOUR])]
+        x3, w = push(x3, step3, words, w)
+        x2, w = push(x2, step2, words, w)
+        x1, w = push(x1, step1, words, w)
+        x0, w = push(x0, step0, words, w)
+        i -= FOUR
+    return i64(write_states(x0, x1, x2, x3, words, w))
 
 
 @_njit
 def pull_key(x, at, symbol_of, steps, width):
     """Decode one symbol with flat tables; `at` is the table's number."""
-    slot = x & SLOT
-    symbol = symbol_of[at * TOTAL + slot]
-    step = i64(steps[at * width + symbol])
-    return (step & 0xFFFF) * (x >> FREQUENCY_BITS) + slot - (step >> 16), symbol
+    slot = x & u64(SLOT)
+    symbol = symbol_of[at * u64(TOTAL) + slot]
+    step = u64(steps[at * width + u64(symbol)])
+    return (step & u64(0xFFFF)) * (x >> u64(FREQUENCY_BITS)) + slot - (step >> u64(16)), symbol
 
 
 @_njit
 def decode_rans(begin, end, words, w, last, keys, symbol_of, steps, width, out):
     """`kernels_rans.decode_chunk` with a table an entry: keys hold table numbers."""
+    w, last, width = u64(w), u64(last), u64(width)
     sound, x0, x1, x2, x3 = read_states(words, w, last)
     if not sound:
         return False
-    w += STATE_WORDS
+    w += u64(STATE_WORDS)
     part = out[begin:end]
-    i = 0
-    while i + 4 <= part.size and w + 4 <= last:
-        x0, s0 = pull_key(x0, i64(keys[i]), symbol_of, steps, width)
-        x1, s1 = pull_key(x1, i64(keys[i + 1]), symbol_of, steps, width)
-        x2, s2 = pull_key(x2, i64(keys[i + 2]), symbol_of, steps, width)
-        x3, s3 = pull_key(x3, i64(keys[i + 3]), symbol_of, steps, width)
-        part[i], part[i + 1], part[i + 2], part[i + 3] = s0, s1, s2, s3
+    i, size = u64(0), u64(part.size)
+    while i + FOUR <= size and w + FOUR <= last:
+        x0, s0 = pull_key(x0, u64(keys[i]), symbol_of, steps, width)
+        x1, s1 = pull_key(x1, u64(keys[i + ONE]), symbol_of, steps, width)
+        x2, s2 = pull_key(x2, u64(keys[i + u64(2)]), symbol_of, steps, width)
+        x3, s3 = pull_key(x3, u64(keys[i + THREE]), symbol_of, steps, width)
+        part[i], part[i + ONE], part[i + u64(2)], part[i + THREE] = s0, s1, s2, s3
         x0, w = refill(x0, words, w)
         x1, w = refill(x1, words, w)
         x2, w = refill(x2, words, w)
         x3, w = refill(x3, words, w)
-        i += 4
-    while i < part.size:
+        i += FOUR
+    while i < size:
         x = x0
-        x, symbol = pull_key(x, i64(keys[i]), symbol_of, steps, width)
+        x, symbol = pull_key(x, u64(keys[i]), symbol_of, steps, width)
         part[i] = symbol
-        if x < LOW:
+        if x < u64(LOW):
             if w >= last:
                 return False
             x, w = refill(x, words, w)
         x0, x1, x2, x3 = x1, x2, x3, x  # the next symbol's state comes first
-        i += 1
-    return w == last and x0 == LOW and x1 == LOW and x2 == LOW and x3 == LOW
+        i += ONE
+    return w == last and x0 == u64(LOW) and x1 == u64(LOW) and x2 == u64(LOW) and x3 == u64(LOW)
 
 
 @_njit
@@ -933,7 +972,7 @@ def encode_chunks(
     sum_map,
     other,
     width,
-    rans_tables,
+    steps,
     entries,
     scratch,
     words16,
@@ -945,7 +984,6 @@ def encode_chunks(
     With num_streams 0 it is rANS (into uint16 words16), else Huffman codes (into words32).
     """
     offsets, num_coded, modes, cols, row_at, row_class, col_at, col_class = layout
-    freqs, reciprocals, shifts, starts = rans_tables
     keys = np.zeros(chunk_symbols, np.uint32)
     used = i64(0)
     for c in range(first, last):
@@ -956,7 +994,7 @@ def encode_chunks(
             sum_map, other, width, keys,
         )  # fmt: skip
         if num_streams == 0:
-            w = encode_rans(begin, end, symbols, keys, freqs, reciprocals, shifts, starts, scratch)
+            w = encode_rans(begin, end, symbols, keys, steps, scratch)
             n = scratch.size - w
             words16[used : used + n] = scratch[w:]
             sizes[c] = n

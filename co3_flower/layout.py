@@ -60,15 +60,14 @@ class Layout:
         """
         if isinstance(like, Layout):
             return like
-        shapes, dtypes = [], []
-        for name, value in like.items():
-            if not isinstance(value, np.ndarray | np.generic):
-                value = _as_array(name, value)
-            dtype = _travelling(value.dtype)
-            _check_dtype(name, dtype)
-            shapes.append(value.shape)
-            dtypes.append(dtype)
-        return cls(tuple(like), tuple(shapes), tuple(dtypes))
+        arrays = [
+            value if isinstance(value, np.ndarray | np.generic) else _as_array(name, value)
+            for name, value in like.items()
+        ]
+        dtypes = [array.dtype for array in arrays]
+        if not RAW_DTYPES.issuperset(dtypes):
+            dtypes = [_travelling(name, dtype) for name, dtype in zip(like, dtypes, strict=True)]
+        return cls(tuple(like), tuple([array.shape for array in arrays]), tuple(dtypes))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -121,12 +120,7 @@ class Layout:
 
         It is `min_numel`, or more where that would give more tables than `max_tables` allows.
         """
-        pairs = zip(self.numels, kinds, strict=True)
-        sizes = sorted((n for n, kind in pairs if kind == Kind.CODED), reverse=True)
-        limit = max_tables(sum(sizes))
-        if len(sizes) <= limit:
-            return min_numel
-        return max(min_numel, sizes[limit] + 1)
+        return _table_threshold(self, kinds, min_numel)
 
     def plan(self, kinds: tuple[Kind, ...], min_numel: int) -> Plan:
         """Return the order of coding for the given kinds (see `Plan`)."""
@@ -223,13 +217,16 @@ def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """
     if not isinstance(update, Mapping):
         raise TypeError(f"update must be a mapping of names to arrays, got {type(update).__name__}")
-    arrays = {}
-    for name, value in update.items():
-        array = value if isinstance(value, np.ndarray) else _as_array(name, value)
-        dtype = _travelling(array.dtype)
-        _check_dtype(name, dtype)
-        arrays[name] = array.astype(dtype, copy=False)
-    return arrays
+    arrays = {
+        name: value if isinstance(value, np.ndarray) else _as_array(name, value)
+        for name, value in update.items()
+    }
+    if RAW_DTYPES.issuperset([array.dtype for array in arrays.values()]):
+        return arrays
+    return {
+        name: array.astype(_travelling(name, array.dtype), copy=False)
+        for name, array in arrays.items()
+    }
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
@@ -250,16 +247,14 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
     return np.asarray(value)
 
 
-def _travelling(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _travelling(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which a tensor goes on: native byte order, float32 for bfloat16."""
     if dtype.name == "bfloat16":  # ml_dtypes', which JAX uses
         return np.dtype(np.float32)
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
-
-
-def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
-    if dtype not in RAW_DTYPES:
+    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    if native not in RAW_DTYPES:
         raise _dtype_error(name, dtype)
+    return native
 
 
 def _dtype_error(name: str, dtype: object) -> TypeError:
@@ -280,6 +275,14 @@ def _digest(shapes: tuple[tuple[int, ...], ...], raw: tuple[tuple[int, str], ...
     for position, dtype in raw:
         content += struct.pack("<Q", position) + dtype.lstrip("<>=|").encode() + b"\0"
     return hashlib.blake2b(content, digest_size=8).digest()
+
+
+@lru_cache(maxsize=64)
+def _table_threshold(layout: Layout, kinds: tuple[Kind, ...], min_numel: int) -> int:
+    pairs = zip(layout.numels, kinds, strict=True)
+    sizes = sorted((n for n, kind in pairs if kind == Kind.CODED), reverse=True)
+    limit = max_tables(sum(sizes))
+    return min_numel if len(sizes) <= limit else max(min_numel, sizes[limit] + 1)
 
 
 @lru_cache(maxsize=64)

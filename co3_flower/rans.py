@@ -84,6 +84,12 @@ class RansTables:
         """Return the tables and their numbers; they hardly ever repeat, so each is kept."""
         return self, np.arange(self.alphabets.size)
 
+    def symbol_bits(self) -> NDArray[np.float64]:
+        """Return the ideal bits [tables, K] of each symbol, 0 where it has no frequency."""
+        used = np.maximum(self.frequencies, 1).astype(np.float64)
+        bits: NDArray[np.float64] = kernels_rans.FREQUENCY_BITS - np.log2(used)
+        return np.where(self.frequencies > 0, bits, 0.0)
+
     def code_bits(
         self, counts: NDArray[np.int64], table_of: NDArray[np.int64]
     ) -> NDArray[np.float64]:

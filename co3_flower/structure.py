@@ -8,6 +8,7 @@ update. See `kernels_structure`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -135,7 +136,7 @@ def choose_structure(
     counts : int64 [tables, K]
         How often each symbol occurs in each table's classes.
     """
-    rows, cols, taps = _matrix_shapes(layout, plan)
+    rows, cols, taps = _matrix_shapes(layout.shapes, plan.order[: plan.num_coded])
     row_at, row_class, col_at, col_class = _class_arrays(rows, cols)
     modes = np.zeros(rows.size, np.uint8)
     units = np.exp2(np.floor(np.log2(np.where(mean_magnitudes > 0, mean_magnitudes, 1.0))))
@@ -173,7 +174,7 @@ def read_structure(data: bytes | memoryview, layout: Layout, plan: Plan) -> Stru
     PayloadError
         If a factor is out of range or there are too many tables.
     """
-    rows, cols, taps = _matrix_shapes(layout, plan)
+    rows, cols, taps = _matrix_shapes(layout.shapes, plan.order[: plan.num_coded])
     row_at, row_class, col_at, col_class = _class_arrays(rows, cols)
     modes = np.zeros(rows.size, np.uint8)
     class_map = np.zeros(kernels.NUM_CLASSES, np.int64)
@@ -194,22 +195,21 @@ def read_structure(data: bytes | memoryview, layout: Layout, plan: Plan) -> Stru
     )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
 def _matrix_shapes(
-    layout: Layout, plan: Plan
+    shapes: tuple[tuple[int, ...], ...], positions: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Rows, columns and taps of each coded tensor; vectors and scalars are one row."""
-    shapes = []
-    for i in plan.order[: plan.num_coded]:
-        shape, numel = layout.shapes[i], layout.numels[i]
+    found = []
+    for i in positions:
+        shape = shapes[i]
+        numel = math.prod(shape)
         if len(shape) < 2 or numel == 0:
-            shapes.append((1, numel, 1))
+            found.append((1, numel, 1))
         else:
-            taps = 1
-            for axis in shape[2:]:
-                taps *= axis
-            shapes.append((shape[0], numel // shape[0], taps))
-    rows, cols, taps_of = np.array(shapes, np.int64).reshape(-1, 3).T.copy()
-    return rows, cols, taps_of
+            found.append((shape[0], numel // shape[0], math.prod(shape[2:])))
+    rows, cols, taps = np.array(found, np.int64).reshape(-1, 3).T.copy()
+    return rows, cols, taps
 
 
 def _class_arrays(

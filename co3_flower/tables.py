@@ -211,17 +211,25 @@ def _make_tables(
     plan: Plan, coded: Converted, buffers: Converted, priors: Sequence[str], coder: str
 ) -> CodeTables:
     """Return tables by the given priors: all explicit, or some by law if that is smaller."""
-    choices = [
-        _explicit_or_not(plan, coded, buffers, priors, coder, laws) for laws in (False, True)
-    ]
+    make = _maker(coder)
+    explicit = [make.from_weights(coded.own_weights(plan.num_own, prior)) for prior in priors]
+    choices = []
+    for laws in (False, True):
+        own = _own_tables(coded, explicit, priors, make, laws)
+        choices.append(_joined_tables(plan, coded, buffers, own, priors, make, laws))
     return min(choices, key=lambda choice: choice.num_bits)
 
 
-def _explicit_or_not(
-    plan: Plan, coded: Converted, buffers: Converted, priors: Sequence[str], coder: str, laws: bool
+def _joined_tables(
+    plan: Plan,
+    coded: Converted,
+    buffers: Converted,
+    own: Any,
+    priors: Sequence[str],
+    make: Any,
+    laws: bool,
 ) -> CodeTables:
-    make = _maker(coder)
-    own = _own_tables(coded, plan.num_own, priors, make, laws)
+    """Put a table for each large tensor together with those that tensors share."""
     own, table_of = own.distinct()
     groups: list[Any] = [own]
     if plan.has_pool:
@@ -246,17 +254,20 @@ def _explicit_or_not(
     )
 
 
-def _own_tables(coded: Converted, num: int, priors: Sequence[str], make: Any, laws: bool) -> Any:
+def _own_tables(
+    coded: Converted, explicit: Sequence[Any], priors: Sequence[str], make: Any, laws: bool
+) -> Any:
     """Return a table for each of the first tensors, of several options the one of least bits."""
-    options = [make.from_weights(coded.own_weights(num, prior)) for prior in priors]
-    table_bits = [_bits_per_tensor(option) for option in options] if num else []
+    num = explicit[0].alphabets.size
+    if num == 0 or (len(explicit) == 1 and not laws):
+        return explicit[0]
+    options = list(explicit)
+    table_bits = [_bits_per_tensor(option) for option in options]
     for prior in priors:
         if laws and prior in LAWS:
             by_law = coded.own_laws(num, prior)
             options.append(make.from_weights(law_weights(by_law, coded.fmt), by_law))
             table_bits.append(np.full(num, _LAW_BITS))
-    if len(options) == 1 or num == 0:
-        return options[0]
     each, counts = np.arange(num), coded.counts[:num]
     filled = counts.any(axis=1)
     bits = np.array(table_bits)

@@ -18,6 +18,7 @@ PACKAGE = REPOSITORY / "co3_flower"
 ORDER = (
     "errors",
     "law_table",
+    "jit",
     "kernels",
     "kernels_side",
     "kernels_rans",
