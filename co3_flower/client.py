@@ -24,6 +24,7 @@ from flwr.app import (
 )
 from flwr.app.message import make_message
 from flwr.client import Client, NumPyClient
+from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common import FitIns, FitRes, Parameters
 from numpy.typing import NDArray
@@ -49,6 +50,8 @@ from co3_flower.records import (
 from co3_flower.replies import (
     MAX_RECORD_BYTES,
     PAYLOAD_STYPE,
+    SECAGG_RECORD,
+    SECAGG_REFUSED,
     add_reply_records,
     app_metrics,
     co3_scalars,
@@ -188,7 +191,8 @@ def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) ->
     Raises
     ------
     ConfigError
-        When the message does not come from a CO3Strategy.
+        When the message does not come from a CO3Strategy, or a mod behind this one clips weights
+        in gradient mode.
     ValueError
         When the reply's arrays do not fit the received ones.
     """
@@ -199,7 +203,11 @@ def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) ->
         )
     if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
+    if SECAGG_RECORD in message.content:
+        raise ConfigError(SECAGG_REFUSED)
     settings = TrainSettings.from_scalars(config)
+    if settings.payload_kind == "gradient":
+        _refuse_clipping_mods(call_next)
     record = message.content.array_records[ARRAYS]
     received = {
         name: values_of(array) for name, array in record.items()
@@ -218,6 +226,25 @@ def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) ->
     add_reply_records(reply.content, scalars)
     sender.save()
     return reply
+
+
+def _refuse_clipping_mods(call_next: ClientAppCallable) -> None:
+    """Raise ConfigError where a mod behind this one would clip a gradient as if it were weights.
+
+    Flower chains mods by closures over ``_mod`` and ``_ffn``; there is no other way to see them.
+    """
+    function: Any = call_next
+    while cells := getattr(function, "__closure__", None):
+        chained = dict(zip(function.__code__.co_freevars, cells, strict=True))
+        if not {"_mod", "_ffn"} <= chained.keys():
+            return
+        mod, function = (chained[name].cell_contents for name in ("_mod", "_ffn"))
+        if isinstance(mod, LocalDpMod) or mod in (fixedclipping_mod, adaptiveclipping_mod):
+            name = getattr(mod, "__name__", type(mod).__name__)
+            raise ConfigError(
+                f"payload must be 'update' with {name} behind co3_mod, got 'gradient'; it clips a "
+                "difference of weights"
+            )
 
 
 class _Sender:

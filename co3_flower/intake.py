@@ -10,7 +10,13 @@ from flwr.app import Message
 from co3_flower.accounting import Failure, Ledger
 from co3_flower.nodes import error_reason, node_of
 from co3_flower.records import ClientId, client_order
-from co3_flower.replies import ReplyError, TrainReply, parse_train_reply
+from co3_flower.replies import (
+    SECAGG_RECORD,
+    SECAGG_REFUSED,
+    ReplyError,
+    TrainReply,
+    parse_train_reply,
+)
 
 _UNAVAILABLE = (3, 4, 5)  # Flower's codes for a message, reply or node that is gone: none came in
 
@@ -58,7 +64,8 @@ def sort_replies(
         lost = message.has_error() and message.error.code in _UNAVAILABLE
         try:
             if message.has_error():
-                raise ReplyError(error_reason(message))
+                reason = error_reason(message)
+                raise ReplyError(SECAGG_REFUSED if SECAGG_RECORD in reason else reason)
             ledger.count_reply(message.content)
             if node not in waiting:
                 raise ReplyError("reply must answer a train message of this round, got one more")

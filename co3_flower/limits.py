@@ -102,21 +102,25 @@ def update_norm(
     """Return the L2 norm over the named tensors: of coded ones, from how often each symbol occurs.
 
     Parameters are those of `check_magnitudes`. The sum of squares is rounded once, so that neither
-    the order of tensors nor the number of threads matters.
+    the order of tensors nor the number of threads matters; squares are of entries over the largest
+    value there is, so that none overflows, a raw float64's neither.
     """
+    coded = [j for j, i in enumerate(plan.order) if layout.names[i] in names]
+    others = [array.reshape(-1) for i, array in raw.items() if layout.names[i] in names]
+    largest = max(
+        [float(values[coded].max(initial=0)), *(float(np.abs(x).max(initial=0)) for x in others)]
+    )
+    if largest == 0:
+        return 0.0
     squares: list[float] = []
-    for j, i in enumerate(plan.order):
-        if layout.names[i] in names:
-            row = values[j].astype(np.float64)
-            squares += (_counts(symbols, plan, j, row.size) * (row * row)).tolist()
-    for i, array in raw.items():
-        if layout.names[i] in names:
-            flat = array.reshape(-1)
-            squares += [
-                float(np.square(flat[k : k + _BLOCK], dtype=np.float64).sum())
-                for k in range(0, flat.size, _BLOCK)
-            ]
-    return math.sqrt(math.fsum(squares))
+    with np.errstate(under="ignore"):
+        for j in coded:
+            row = values[j] / np.float64(largest)
+            squares += (_counts(symbols, plan, j, row.size) * np.square(row)).tolist()
+        for array in others:
+            for k in range(0, array.size, _BLOCK):
+                squares.append(float(np.square(array[k : k + _BLOCK] / np.float64(largest)).sum()))
+    return largest * math.sqrt(math.fsum(squares))
 
 
 def limit_norm(

@@ -7,13 +7,14 @@ update that failed half way must not have changed it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import quote
@@ -22,6 +23,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
+from co3_flower.errors import ConfigError
 from co3_flower.records import ClientId, TrainSettings, client_id, values_of
 
 logger = logging.getLogger("flwr.co3")
@@ -126,7 +128,17 @@ class FileStore:
         self.path = directory / name
 
     def load(self, digest: bytes) -> Residual | None:
-        """Return the last round's residual, or None where none fits the layout of this digest."""
+        """Return the last round's residual, or None where none fits the layout of this digest.
+
+        Raises
+        ------
+        ConfigError
+            When the disk does not let it.
+        """
+        with _named(self.path.parent):
+            return self._load(digest)
+
+    def _load(self, digest: bytes) -> Residual | None:
         if not self.path.exists():
             return None
         try:
@@ -143,8 +155,18 @@ class FileStore:
     def save(
         self, residual: Mapping[str, NDArray[np.float32]], server_round: int, digest: bytes
     ) -> None:
-        """Replace what is kept by the residual of this round."""
+        """Replace what is kept by the residual of this round.
+
+        Raises
+        ------
+        ConfigError
+            When the disk is full or read-only; the last residual is then as it was.
+        """
         head, flat = _pack(residual, server_round, digest)
+        with _named(self.path.parent):
+            self._write(head, flat)
+
+    def _write(self, head: bytes, flat: NDArray[np.float32]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(
             prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent
@@ -234,6 +256,18 @@ def _read(file: BinaryIO) -> tuple[dict[str, Any], Residual]:
     for name, shape, offset in header["tensors"]:
         residual[name] = flat[offset : offset + math.prod(shape)].reshape(shape)
     return header, residual
+
+
+@contextlib.contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """Turn what the disk refuses into one line that names the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"memory-dir must be a folder that can be read and written, got {str(directory)!r} "
+            f"({error.strerror or error})"
+        ) from error
 
 
 def _sync_directory(directory: Path) -> None:

@@ -47,6 +47,16 @@ def client_clipping_norm(inner: Strategy | None) -> float | None:
     return None
 
 
+def is_private(inner: Strategy | None) -> bool:
+    """Tell whether a differential-privacy wrapper is among the inner strategies."""
+    strategy: Any = inner
+    while strategy is not None:
+        if isinstance(strategy, _CLIENT_SIDE + _SERVER_SIDE):
+            return True
+        strategy = getattr(strategy, "strategy", None)
+    return False
+
+
 def check_client_clipping(
     norm: float | None, payload: str, reclip: bool, max_update_norm: float | None
 ) -> None:

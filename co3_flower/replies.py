@@ -39,6 +39,13 @@ from co3_flower.stats import UpdateStats
 PAYLOAD_STYPE = "co3.v1"
 MAX_RECORD_BYTES = 4 * 2**20  # Flower cuts Arrays, but not ConfigRecords, into chunks of about 5 MB
 
+SECAGG_RECORD = "secaggplus_configs"  # Flower's, in every message of its SecAgg+ workflow
+SECAGG_REFUSED = (
+    "SecAgg+ must not be combined with co3_flower, got secaggplus_mod or its workflow; it adds up "
+    "masked integers of all clients, and an entropy-coded payload must be decoded before it can be "
+    "added: leave one of the two out"
+)
+
 _STATS = (
     "code_bits",
     "side_info_bits",

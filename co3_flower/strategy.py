@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -40,6 +40,7 @@ from co3_flower.privacy import (
     CLIPPING_NORM,
     check_client_clipping,
     client_clipping_norm,
+    is_private,
     refuse_wrappers,
 )
 from co3_flower.records import (
@@ -52,7 +53,7 @@ from co3_flower.records import (
     message_content,
     values_of,
 )
-from co3_flower.replies import TrainReply, common_metrics
+from co3_flower.replies import SECAGG_REFUSED, TrainReply, common_metrics
 from co3_flower.roles import TensorRoles, find_roles
 
 logger = logging.getLogger("flwr.co3")
@@ -275,6 +276,19 @@ class CO3Strategy(Strategy):
             grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
         )
 
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """Refuse Flower's legacy workflows, which begin with this call; SecAgg+ is one of them.
+
+        Raises
+        ------
+        ConfigError
+            Always.
+        """
+        raise ConfigError(
+            "CO3Strategy must be run by its own start(grid, arrays), got a legacy workflow; "
+            f"{SECAGG_REFUSED}"
+        )
+
     def summary(self) -> None:
         """Log the settings."""
         codec = repr(self.codec) if self.compressor == "co3" else f"{self.compressor} (float32)"
@@ -307,6 +321,7 @@ class CO3Strategy(Strategy):
         if self._roles is None or tuple(arrays) != self._roles.layout.names:
             self._roles = self._find_roles(arrays)
             self._nonnegative = find_nonnegative(arrays, self._roles)
+            self._warn_of_open_buffers(self._roles)
         nodes = self._choose(grid, self.fraction_train, self.min_replies, server_round, _TRAIN)
         config = ConfigRecord(dict(config))
         if self.inner is not None:
@@ -393,6 +408,16 @@ class CO3Strategy(Strategy):
                 "if the model has any, give buffer_keys (() if not)"
             )
         return find_roles(layout, self.codec, self.buffers, self.buffer_keys)
+
+    def _warn_of_open_buffers(self, roles: TensorRoles) -> None:
+        if is_private(self.inner) and self.buffers != "local" and roles.buffers:
+            logger.warning(
+                "%s protects trainable tensors only: %d buffers, such as %r, are averaged as they "
+                "are; use buffers='local' or a network without BatchNorm",
+                type(self.inner).__name__,
+                len(roles.buffers),
+                roles.buffer_names[0],
+            )
 
     def _settings(self, server_round: int, roles: TensorRoles) -> TrainSettings:
         return TrainSettings(

@@ -18,10 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from co3_flower import Co3Error, ConfigError
+from sim.data import check_shares, load_data
 from sim.engine import Engine
 from sim.outputs import (
     Row,
     check_is_unused,
+    check_writable,
     default_run_dir,
     format_table,
     read_rows,
@@ -239,6 +241,9 @@ def run_sweep(
     _check_packages()
     for point in points:
         _check_machine(point.settings)
+    check_writable(sweep_dir, "run-dir")
+    for memory_dir in {point.settings.memory_dir for point in points} - {""}:
+        check_writable(Path(memory_dir), "memory-dir")
     with sole_owner(sweep_dir):
         pending = pending_points(points)
         if len(pending) < len(points):
@@ -288,7 +293,8 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
     Raises
     ------
     ConfigError
-        The packages of the extra ``sim`` are not installed.
+        The packages of the extra ``sim`` are not installed, the images cannot be read or are too
+        few, or a folder cannot be written.
     RunFailed
         The run ended without a result.
     Interrupted
@@ -297,12 +303,9 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
     _check_packages()
     _check_machine(settings)
     folder = Path(settings.run_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"run-dir must be a folder that can be made, got {str(folder)!r} ({error.strerror})"
-        ) from None
+    check_writable(folder, "run-dir")
+    if settings.memory_dir:
+        check_writable(Path(settings.memory_dir), "memory-dir")
     log = folder / "flower.log"
     num_cpus = os.cpu_count() or 1
     num_processes = min(num_cpus, settings.num_clients)
@@ -404,6 +407,14 @@ def _check_machine(settings: Settings) -> None:
             "buffers must be 'coded' or 'raw' here, got 'local': the PS evaluates models with"
             " BatchNorm, and would lack their statistics"
         )
+    labels = load_data(settings.dataset, settings.data_dir).train.labels
+    check_shares(
+        labels,
+        settings.num_clients,
+        settings.partition,
+        alpha=settings.dirichlet_alpha,
+        seed=settings.seed,
+    )
 
 
 def _gpu_share(device: str, num_processes: int) -> float:

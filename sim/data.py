@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from co3_flower import ConfigError
 from sim.settings import expand_path
+
+if TYPE_CHECKING:
+    import torch
 
 HUB_NAME = "uoft-cs/cifar10"  # CIFAR-10 on the Hugging Face hub
 IMAGE_COLUMNS = ("img", "image")
@@ -54,11 +57,13 @@ class Images:
         """Return some of the images, copied out of the cache file."""
         return Images(self.pixels[positions], self.labels[positions], self.white)
 
-    def batch(self, positions: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, positions: Array) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return float32 [image, channel, height, width] in [0, 1] and int64 [image].
 
         The memory format is channels last, which convolutions on a CPU run faster on.
         """
+        import torch  # seconds; a check of the files does without
+
         pixels = torch.from_numpy(self.pixels[positions]).permute(0, 3, 1, 2)
         return pixels.float().div_(self.white), torch.from_numpy(self.labels[positions])
 
@@ -158,6 +163,18 @@ def share_out(labels: Array, num_clients: int, partition: str, *, alpha: float, 
     return _cached(
         "owners", [digest, *rule], lambda: _owners(labels, num_clients, partition, alpha, seed)
     )
+
+
+def check_shares(
+    labels: Array, num_clients: int, partition: str, *, alpha: float, seed: int
+) -> None:
+    """Raise ConfigError where a client would get too few images; as `share_out`, but at once.
+
+    Equal shares need only be counted.
+    """
+    check_num_clients(len(labels), num_clients)
+    if partition != "iid":
+        share_out(labels, num_clients, partition, alpha=alpha, seed=seed)
 
 
 def _owners(labels: Array, num_clients: int, partition: str, alpha: float, seed: int) -> Array:
@@ -283,7 +300,8 @@ def _load_parquet_split(folder: Path, split: str) -> Images:
     try:
         table = pa.concat_tables([pq.read_table(file) for file in files])
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"parquet files must be readable, got {error} in {folder}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"parquet files must be readable, got {reason} in {folder}") from None
     image_column = _column(table.column_names, IMAGE_COLUMNS, files[0])
     labels = np.asarray(table[_column(table.column_names, LABEL_COLUMNS, files[0])], np.int64)
     if len(labels) == 0 or labels.min() < 0:

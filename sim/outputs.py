@@ -7,19 +7,23 @@ model.npz      the last model, one member per tensor
 events...      the same numbers for TensorBoard
 """
 
+import contextlib
 import json
+import logging
+import os
 import platform
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from co3_flower import ConfigError
+from co3_flower import Co3Error, ConfigError
 from sim.settings import Settings
 
 ROUND_KEYS = (
@@ -48,7 +52,15 @@ COUNTED = ("uplink_bits", "R", "overhead_bits", "downlink_bits", "replies", "fai
 PACKAGES = ("co3-flower", "flwr", "numpy", "numba", "torch")
 MIN_AVERAGED = 5  # evaluations behind the reported accuracy, at least, where there are as many
 
+PROBE_BYTES = 2**20  # that a folder must have room for before a run starts
+
 Row = dict[str, Any]
+
+logger = logging.getLogger("flwr.co3")
+
+
+class OutputError(Co3Error, RuntimeError):
+    """The disk does not take what a run has to leave; no half-written file is left."""
 
 
 def round_row(server_round: int, record: Mapping[str, Any] | None, score: Any | None) -> Row:
@@ -82,31 +94,45 @@ class RunFolder:
         Raises
         ------
         ConfigError
-            The folder already holds a run.
+            The folder already holds a run, or cannot be written.
         """
         check_is_unused(path)
-        path.mkdir(parents=True, exist_ok=True)
+        check_writable(path, "run-dir")
         self.path = path
         self.experiment_id = str(uuid.uuid4())
         self.rows: list[Row] = []
         self._settings = settings
         self._started = time.monotonic()
         self._events: Any = None
-        _write_json(
-            path / "config.json",
-            {
-                "experiment_id": self.experiment_id,
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "run_config": settings.as_run_config(),
-                "versions": {"python": platform.python_version(), **_versions()},
-            },
-        )
+        content = {
+            "experiment_id": self.experiment_id,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run_config": settings.as_run_config(),
+            "versions": {"python": platform.python_version(), **_versions()},
+        }
+        with _named(path):
+            _write_json(path / "config.json", content)
 
     def add_round(self, row: Row) -> None:
-        """Append one round to rounds.jsonl and to the TensorBoard events."""
+        """Append one round to rounds.jsonl and to the TensorBoard events.
+
+        Raises
+        ------
+        OutputError
+            The disk is full.
+        """
         self.rows.append(row)
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with _named(self.path):
+            self._append(row)
+
+    def _append(self, row: Row) -> None:
+        with (self.path / "rounds.jsonl").open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                _write_all(file, json.dumps(row).encode() + b"\n")
+            except OSError:
+                os.truncate(file.fileno(), end)
+                raise
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter  # two seconds to import
 
@@ -117,17 +143,30 @@ class RunFolder:
         self._events.flush()
 
     def finish(self, model: Mapping[str, np.ndarray], num_parameters: int | None) -> Row:
-        """Write model.npz and the summary of a completed run, and return the summary."""
-        np.savez(self.path / "model.npz", **model)
+        """Write model.npz and the summary of a completed run, and return the summary.
+
+        Raises
+        ------
+        OutputError
+            The disk is full.
+        """
+        with _named(self.path):
+            _write_whole(self.path / "model.npz", lambda file: np.savez(file, **model))
         return self._close({"status": "completed"}, num_parameters)
 
     def fail(self, reason: str, num_parameters: int | None) -> Row:
-        """Write the summary of a failed run, and return it."""
-        return self._close({"status": "failed", "error": reason}, num_parameters)
+        """Write the summary of a failed run, and return it; a full disk is logged only."""
+        outcome = {"status": "failed", "error": reason}
+        try:
+            return self._close(outcome, num_parameters)
+        except OutputError as error:
+            logger.warning("no summary.json could be written: %s", error)
+            return outcome
 
     def _close(self, outcome: Row, num_parameters: int | None) -> Row:
         if self._events is not None:
-            self._events.close()
+            with contextlib.suppress(OSError):  # a full disk; rounds.jsonl holds the same
+                self._events.close()
         summary = {
             **outcome,
             "experiment_id": self.experiment_id,
@@ -135,7 +174,8 @@ class RunFolder:
             "seconds": round(time.monotonic() - self._started, 3),
             "run_dir": str(self.path),
         }
-        _write_json(self.path / "summary.json", summary)
+        with _named(self.path):
+            _write_json(self.path / "summary.json", summary)
         return summary
 
 
@@ -244,6 +284,38 @@ def check_is_unused(path: Path) -> None:
         raise ConfigError(f"run-dir must not hold a run already, got {str(path)!r}")
 
 
+def check_writable(folder: Path, key: str) -> None:
+    """Make a folder and write into it, so that a full or read-only disk is found before a run.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be made, or written; the message names the setting.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
+            _write_all(file, bytes(PROBE_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"{key} must be a folder that can be written, got {str(folder)!r}"
+            f" ({error.strerror or error})"
+        ) from None
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Turn what the disk refuses into one line that names the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"run-dir must have room for what a run leaves, got {str(folder)!r}"
+            f" ({error.strerror or error})"
+        ) from error
+
+
 def _bits(bits: int) -> str:
     return f"{bits:,} bits = {bits / 8e6:,.3f} MB"
 
@@ -272,6 +344,23 @@ def _versions() -> dict[str, str]:
 
 def _write_json(path: Path, content: Row) -> None:
     """Write a JSON file that a reader sees whole or not at all."""
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = json.dumps(content, indent=2) + "\n"
+    _write_whole(path, lambda file: file.write(text.encode()))
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """Write to an unbuffered file, which takes what there is room for before it complains."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let `write` fill a file that a reader sees whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

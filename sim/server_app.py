@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import (
 
 from co3_flower import CO3Strategy
 from co3_flower.nodes import RoundError
-from sim.data import ImageData, load_data, share_out
+from sim.data import ImageData, check_shares, load_data
 from sim.models import build_model
 from sim.outputs import RunFolder, default_run_dir, format_table, round_row
 from sim.settings import Settings, expand_path
@@ -165,7 +165,7 @@ def _check_shares(settings: Settings, data: ImageData) -> None:
     """Fail before any training where the images do not go round."""
     if settings.num_clients == 0:
         return  # unknown until they are connected; a client says so then
-    share_out(
+    check_shares(
         data.train.labels,
         settings.num_clients,
         settings.partition,

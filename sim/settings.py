@@ -157,7 +157,11 @@ class Settings:
         for key, value in settings.as_run_config().items():
             _check_value(key, value)
         check_together(settings)
-        settings.codec_config()
+        try:
+            settings.codec_config()
+        except ConfigError as error:  # it names its fields, not the keys
+            setting, _, rest = str(error).partition(" ")
+            raise ConfigError(f"{setting.replace('_', '-')} {rest}") from None
         return settings
 
     def as_run_config(self) -> dict[str, Value]:
@@ -317,6 +321,8 @@ def _check_value(key: str, value: Value) -> None:
         raise ConfigError(f"{key} must be one of {listed}, got {value!r}")
     if value in (math.inf, -math.inf):
         raise ConfigError(f"{key} must be finite, got {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # what Flower's records hold
+        raise ConfigError(f"{key} must be in [-2**63, 2**63), got {value!r}")
     if key in RANGES:
         rule, holds = RANGES[key]
         if not holds(value):  # NaN holds nothing
@@ -338,7 +344,7 @@ def check_together(settings: Settings) -> None:
     if settings.reclip and not settings.max_update_norm:
         raise ConfigError("max-update-norm must be above 0 with reclip, got 0.0")
     name = settings.dataset
-    if name not in DATASETS and not Path(expand_path(name, "dataset")).is_dir():
+    if name not in DATASETS and not (name and Path(expand_path(name, "dataset")).is_dir()):
         raise ConfigError(
             f"dataset must be 'digits', 'cifar10' or a directory of parquet files, got {name!r}"
         )

@@ -114,6 +114,14 @@ def test_largest_entries_there_are_have_a_finite_norm() -> None:
     assert np.linalg.norm(clipped.astype(np.float64)) == pytest.approx(1.0, rel=1e-6)
 
 
+def test_raw_float64_as_large_as_it_goes_can_be_clipped() -> None:
+    update = {"w": np.full(1000, -1e300), "v": np.float32([1e-30])}
+    payload = encode_update(update, None, CodecConfig(raw=("w",))).payload
+    limit = NormLimit(1.0, frozenset(update), clip=True)
+    clipped = decode_update(payload, update, norm_limit=limit)
+    np.testing.assert_allclose(clipped["w"], -np.sqrt(1e-3))
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_update_without_the_named_tensors_is_never_too_long(clip: bool) -> None:
     update = {"w": np.ones(5, np.float32), "empty": np.empty((0, 3), np.float32)}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
+from co3_flower.errors import ConfigError
 from co3_flower.memory import ContextStore, FileStore, residual_store
 from co3_flower.records import TrainSettings
 
@@ -120,7 +121,7 @@ def test_file_is_whole_when_a_write_fails(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match=r"memory-dir must be .*, got .* \(disk full\)"):
         store.save({"bias": RESIDUAL["bias"]}, 2, DIGEST)
     assert_same(store.load(DIGEST), RESIDUAL)
     assert list(tmp_path.iterdir()) == [store.path]

@@ -43,13 +43,13 @@ compressor = "none"
 seed = [0, 1]
 """
 DIES_AT_SEED_0 = """
-check_shares = _check_shares
+original = _check_shares
 
 def _check_shares(settings, data):
     import os
     if settings.seed == 0:
         os._exit(9)
-    check_shares(settings, data)
+    original(settings, data)
 """
 NAMES_OF_TWO_GRIDS = [
     "seed=0,gamma=0",
@@ -212,25 +212,25 @@ def test_table_takes_the_seeds_together(tmp_path: Path) -> None:
 
 
 def test_a_failed_point_is_reported_and_only_it_is_tried_again(tmp_path: Path) -> None:
-    config = write(tmp_path, BASE + "[[grid]]\nnum-clients = [2, 999, 3]\n")
+    config = write(tmp_path, BASE + "[[grid]]\nmax-update-norm = [0.0, 1e-9, 100.0]\n")
     run_dir = tmp_path / "sweep"
     first = run(REPOSITORY, config, run_dir, "--jobs", "2")
     assert first.returncode == 1, first.stderr
-    assert first.stderr.startswith("error: 1 of 3 points failed, the others are done: num-clients=")
+    assert first.stderr.startswith("error: 1 of 3 points failed, the others are done: max-update")
     assert first.stderr.count("\n") == 1
-    assert "num-clients must be at most 718" in first.stderr
+    assert "L2 norm of at most 1e-09" in first.stderr
     statuses = {
         folder.name: json.loads((folder / "summary.json").read_text())["status"]
         for folder in run_dir.iterdir()
         if folder.is_dir()
     }
     assert statuses == {
-        "num-clients=2": "completed",
-        "num-clients=999": "failed",
-        "num-clients=3": "completed",
+        "max-update-norm=0": "completed",
+        "max-update-norm=1e-09": "failed",
+        "max-update-norm=100": "completed",
     }
-    assert "aggregate_train" in (run_dir / "num-clients=2" / "flower.log").read_text()
-    assert "\n| 999 | 0 |  |  |  |  |\n" in (run_dir / "table.md").read_text()
+    assert "aggregate_train" in (run_dir / "max-update-norm=0" / "flower.log").read_text()
+    assert "\n| 1e-09 | 0 |  |  |  |  |\n" in (run_dir / "table.md").read_text()
 
     stamps = {path: path.stat().st_mtime_ns for path in run_dir.glob("*/model.npz")}
     second = run(REPOSITORY, config, run_dir)

@@ -17,6 +17,7 @@ from co3_flower import payload as payload_module
 from co3_flower.codec import accumulate_update, decode_update
 from co3_flower.errors import PayloadError
 from co3_flower.layout import FLOAT_DTYPES, Layout
+from co3_flower.limits import NormLimit
 
 from . import mutations
 from .bases import Base
@@ -165,6 +166,8 @@ class Campaign:
             check_decoded(decoded, layout)
         if index % ADD_EVERY == 0:
             check_accumulation(data, layout, decoded)
+            if decoded is not None:
+                check_clip(data, layout)
         return decoded is not None
 
 
@@ -226,3 +229,12 @@ def exhaust(campaign: Campaign, base: Base) -> None:
         body = bytearray(base.payload[:-4])
         body[bit // 8] ^= 1 << bit % 8
         campaign.try_both(base, bytes(body))
+
+
+def check_clip(data: bytes, layout: Layout) -> None:
+    """Whatever decodes can be held to a norm."""
+    names = [n for n, d in zip(layout.names, layout.dtypes, strict=True) if d in FLOAT_DTYPES]
+    limit = NormLimit(1.0, frozenset(names), clip=True)
+    clipped = decode_update(data, layout, norm_limit=limit)
+    squares = [np.square(clipped[name], dtype=np.float64).sum() for name in names]
+    assert np.sqrt(sum(squares)) <= 1.001  # raw tensors of float16 round to 2**-11
