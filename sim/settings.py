@@ -76,7 +76,6 @@ NOT_YET = (
     "uplink-budget-mb",
     "save-gradients-every",
 )
-NOT_YET_VALUES = {"model": MODELS[1:]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +309,7 @@ def _typed(key: str, value: object) -> Value:
 
 def _check_value(key: str, value: Value) -> None:
     default = DEFAULTS[key]
-    if value != default and (key in NOT_YET or value in NOT_YET_VALUES.get(key, ())):
+    if value != default and key in NOT_YET:
         raise ConfigError(f"{key} must be {default!r}, got {value!r}: not available yet")
     if key in CHOICES and value not in CHOICES[key]:
         listed = ", ".join(repr(choice) for choice in CHOICES[key])
