@@ -68,13 +68,13 @@ RANGES = {
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
     "num-threads": ("at least 1", lambda x: x >= 1),
     "eval-every": ("at least 1", lambda x: x >= 1),
+    "save-gradients-every": ("at least 0", lambda x: x >= 0),
 }
 
 # Keys whose feature comes with a later version: anything but the default is refused.
 NOT_YET = (
     "target-bits-per-parameter",
     "uplink-budget-mb",
-    "save-gradients-every",
 )
 
 
