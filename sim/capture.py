@@ -8,11 +8,12 @@ one float32 member per trainable tensor, named as the tensor: means over those r
     round-00010.residual.npz     the new residual, v minus decoded
     round-00010.decoded.npz      y, what the PS sees
 
-and round-00010.json with the rounds in the mean. The number is that of the last round (of the
-rounds that the client took part in, where fraction-train is below 1). Nothing of it goes up.
+and round-00010.json with the rounds in the mean: where fraction-train is below 1, those that the
+client took part in. The number is that of the last round. Nothing of it goes up.
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +22,14 @@ from numpy.typing import NDArray
 
 from co3_flower import ConfigError, decode_update
 from co3_flower.client import SentUpdate
-from co3_flower.files import read_tensors, write_tensors
+from co3_flower.files import write_tensors
 from co3_flower.records import client_id
 from sim.settings import Settings
 
 FOLDER = "gradients"
 KINDS = ("gradient", "compensated", "residual", "decoded")
+SUMS = ".sums.npy"
 CLIENT = 0  # whose updates are saved
-
-Tensors = dict[str, NDArray[np.float32]]
 
 
 def save_update(context: Context, sent: SentUpdate) -> None:
@@ -58,45 +58,75 @@ def save_update(context: Context, sent: SentUpdate) -> None:
     last = min(-(-sent.server_round // every) * every, settings.num_server_rounds)
     base = Path(settings.run_dir) / FOLDER / f"round-{last:05d}"
     base.parent.mkdir(parents=True, exist_ok=True)
-    rounds = _rounds_in(base)
-    for kind, tensors in _parts(sent).items():
-        path = base.with_name(f"{base.name}.{kind}.npz")
-        if rounds:
-            before = read_tensors(path)
-            share = np.float32(1 / (len(rounds) + 1))
-            tensors = {name: m + share * (tensors[name] - m) for name, m in before.items()}
-        write_tensors(path, tensors)
-    text = json.dumps({"client": CLIENT, "rounds": [*rounds, sent.server_round]})
-    base.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    if not base.with_suffix(SUMS).exists():
+        finish_means(Path(settings.run_dir))  # of rounds whose last one this client was not in
+    _add(base, sent)
+    if sent.server_round == last:
+        _finish(base)
+
+
+def finish_means(run_dir: Path) -> None:
+    """Write the files of every mean that is still a sum."""
+    for path in sorted((run_dir / FOLDER).glob(f"*{SUMS}")):
+        _finish(path.with_name(path.name.removesuffix(SUMS)))
 
 
 def saved_rounds(run_dir: Path) -> dict[int, Path]:
-    """Return where a run's saved gradients lie: last round of each mean -> path without kind.
+    """Return where a run's means lie: number of the last round -> path without kind.
 
     ``path.with_name(f"{path.name}.{kind}.npz")`` is one of the files.
     """
-    found = sorted((run_dir / FOLDER).glob("round-*.json"))
-    return {int(path.stem.removeprefix("round-")): path.with_suffix("") for path in found}
+    found = sorted((run_dir / FOLDER).glob(f"round-*.{KINDS[0]}.npz"))
+    bases = [path.with_name(path.name.partition(".")[0]) for path in found]
+    return {int(base.name.removeprefix("round-")): base for base in bases}
 
 
-def _parts(sent: SentUpdate) -> dict[str, Tensors]:
-    """Return the trainable tensors of each kind."""
-    every_decoded = decode_update(sent.encoded.payload, like=sent.update)
-    update = {name: sent.update[name].astype(np.float32) for name in sent.trainable}
-    decoded = {name: every_decoded[name].astype(np.float32) for name in sent.trainable}
-    residual = {  # tensors that travel raw have none
-        name: sent.encoded.residual.get(name, np.zeros_like(value))
-        for name, value in update.items()
-    }
-    compensated = {name: value + residual[name] for name, value in decoded.items()}
-    parts = (update, compensated, residual, decoded)
-    return dict(zip(KINDS, parts, strict=True))
+def _add(base: Path, sent: SentUpdate) -> None:
+    """Add one update to the sums, float32 [kind, entry], which are made if need be."""
+    parts = _summed_parts(sent)
+    sums_path, note_path = base.with_suffix(SUMS), base.with_suffix(".json")
+    if sums_path.exists():
+        sums = np.lib.format.open_memmap(sums_path, mode="r+")
+        note = json.loads(note_path.read_text(encoding="utf-8"))
+    else:
+        shapes = [[name, list(sent.update[name].shape)] for name in sent.trainable]
+        note = {"client": CLIENT, "rounds": [], "tensors": shapes}
+        size = sum(sent.update[name].size for name in sent.trainable)
+        sums = np.lib.format.open_memmap(sums_path, "w+", np.float32, (len(parts), size))
+    for row, tensors in zip(sums, parts, strict=True):
+        start = 0
+        for value in tensors:
+            row[start : start + value.size] += value.ravel()
+            start += value.size
+    note["rounds"].append(sent.server_round)
+    note_path.write_text(json.dumps(note) + "\n", encoding="utf-8")
 
 
-def _rounds_in(base: Path) -> list[int]:
-    try:
-        text = base.with_suffix(".json").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    rounds: list[int] = json.loads(text)["rounds"]
-    return rounds
+def _finish(base: Path) -> None:
+    """Turn sums into the files of the means."""
+    note = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
+    sums = np.load(base.with_suffix(SUMS), mmap_mode="r")
+    gradient, residual, decoded = sums / np.float32(len(note["rounds"]))
+    means = (gradient, decoded + residual, residual, decoded)
+    for kind, flat in zip(KINDS, means, strict=True):
+        tensors, start = {}, 0
+        for name, shape in note["tensors"]:
+            tensors[name] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += tensors[name].size
+        write_tensors(base.with_name(f"{base.name}.{kind}.npz"), tensors)
+    base.with_suffix(SUMS).unlink()
+
+
+def _summed_parts(sent: SentUpdate) -> tuple[list[NDArray[np.float32]], ...]:
+    """Return gradient, residual and decoded update, each a list of the trainable tensors."""
+    decoded = decode_update(sent.encoded.payload, like=sent.update)
+    residual = sent.encoded.residual  # not of tensors that travel raw
+    zero = np.zeros(1, np.float32)
+    return (
+        [sent.update[name] for name in sent.trainable],
+        [
+            residual[name] if name in residual else np.broadcast_to(zero, sent.update[name].shape)
+            for name in sent.trainable
+        ],
+        [decoded[name] for name in sent.trainable],
+    )

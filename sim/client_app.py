@@ -42,7 +42,13 @@ def train(message: Message, context: Context) -> Message:
         local_steps=settings.local_steps,
         local_epochs=settings.local_epochs,
     )
-    work = {"batch_size": settings.batch_size, "num_local": num_local, "rng": rng, "device": device}
+    work = {
+        "batch_size": settings.batch_size,
+        "num_local": num_local,
+        "rng": rng,
+        "device": device,
+        "augmented": settings.augment,
+    }
     reply = RecordDict()
     if settings.payload == "gradient":
         gradient, loss = mean_gradient(net, images, **work)

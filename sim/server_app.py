@@ -24,6 +24,7 @@ from flwr.serverapp.strategy import (
 
 from co3_flower import CO3Strategy
 from co3_flower.nodes import RoundError
+from sim.capture import finish_means
 from sim.data import ImageData, load_data, share_out
 from sim.models import build_model, check_image_size
 from sim.outputs import RunFolder, default_run_dir, format_table, round_row
@@ -53,6 +54,7 @@ def main(grid: Grid, context: Context) -> None:
         num_parameters = None if strategy is None else strategy.num_parameters
         folder.fail(failure_reason(error, strategy), num_parameters)
         raise
+    finish_means(folder.path)  # where client 0 was not in the last round
     summary = folder.finish(
         {name: tensor.numpy() for name, tensor in arrays.to_torch_state_dict().items()},
         strategy.num_parameters,

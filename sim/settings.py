@@ -92,6 +92,7 @@ class Settings:
     partition: str = "iid"
     dirichlet_alpha: float = 0.5
     model: str = "cnn"
+    augment: bool = False
     batch_size: int = 32
     local_steps: int = 2
     local_epochs: int = 0

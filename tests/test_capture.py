@@ -14,7 +14,7 @@ from co3_flower.cli import make_app
 from co3_flower.client import SentUpdate
 from co3_flower.codec import encode_raw_update
 from co3_flower.files import read_tensors
-from sim.capture import KINDS, save_update, saved_rounds
+from sim.capture import KINDS, finish_means, save_update, saved_rounds
 from sim.outputs import read_summary
 from sim.settings import Settings
 from sim.worker import run_point
@@ -54,7 +54,8 @@ def test_files_hold_the_means_over_their_rounds(tmp_path: Path, rng: np.random.G
         save_update(context(tmp_path), SentUpdate(server_round, update, NAMES, encoded))
     assert list(saved_rounds(tmp_path)) == [2, 4, 5]  # the run has five rounds
     note = json.loads((tmp_path / "gradients" / "round-00004.json").read_text())
-    assert note == {"client": 0, "rounds": [3, 4]}
+    assert (note["client"], note["rounds"]) == (0, [3, 4])
+    assert len(list((tmp_path / "gradients").iterdir())) == 3 * 5
     parts = load(tmp_path, 4)
     assert [tuple(parts[kind]) for kind in KINDS] == [NAMES] * 4
     for name in NAMES:
@@ -72,11 +73,28 @@ def test_files_hold_the_means_over_their_rounds(tmp_path: Path, rng: np.random.G
 def test_uncompressed_updates_have_no_residual(tmp_path: Path, rng: np.random.Generator) -> None:
     (update,) = updates(rng, 1)
     save_update(context(tmp_path), SentUpdate(1, update, NAMES, encode_raw_update(update)))
+    finish_means(tmp_path)
     parts = load(tmp_path, 2)
     for name in NAMES:
         assert not parts["residual"][name].any()
         for kind in ("gradient", "compensated", "decoded"):
             np.testing.assert_array_equal(parts[kind][name], update[name])
+
+
+def test_rounds_that_the_client_missed_are_no_part_of_the_mean(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    gradients = updates(rng, 3)
+    for server_round, update in zip((1, 3, 5), gradients, strict=True):
+        encoded = encode_update(update, None, CONFIG)
+        every_four = context(tmp_path, **{"save-gradients-every": 4, "num-server-rounds": 8})
+        save_update(every_four, SentUpdate(server_round, update, NAMES, encoded))
+    assert list(saved_rounds(tmp_path)) == [4]  # written when round 5 came without a round 4
+    mean = (gradients[0]["weight"] + gradients[1]["weight"]) / 2
+    np.testing.assert_allclose(load(tmp_path, 4)["gradient"]["weight"], mean, rtol=1e-6)
+    finish_means(tmp_path)
+    assert list(saved_rounds(tmp_path)) == [4, 8]
+    np.testing.assert_array_equal(load(tmp_path, 8)["gradient"]["bias"], gradients[2]["bias"])
 
 
 @pytest.mark.parametrize("changed", [{"client": 1}, {"save-gradients-every": 0}])
