@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,31 @@ from co3_flower.replies import (
 from co3_flower.roles import TensorRoles
 
 Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class SentUpdate:
+    """What one train reply was made of, for measurements at the client.
+
+    Attributes
+    ----------
+    server_round : int
+        From 1.
+    update : dict of str to array
+        What was to be sent, in layout order, before compensation.
+    trainable : tuple of str
+        Its tensors that are trained: floats that are no buffers.
+    encoded : EncodedUpdate
+        What became of it.
+    """
+
+    server_round: int
+    update: Arrays
+    trainable: tuple[str, ...]
+    encoded: EncodedUpdate
+
+
+Observer = Callable[[Context, SentUpdate], None]
 
 
 class CO3NumPyClient(NumPyClient):
@@ -166,7 +192,13 @@ class CO3NumPyClient(NumPyClient):
         return client
 
 
-def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def co3_mod(
+    message: Message,
+    context: Context,
+    call_next: ClientAppCallable,
+    *,
+    observe: Observer | None = None,
+) -> Message:
     """Compress a message-API app's train replies: ``ClientApp(mods=[co3_mod])``, first in line.
 
     The app trains as under stock FedAvg. In update mode it returns the new weights and the mod
@@ -182,6 +214,9 @@ def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) ->
         The client's context; the residual lives in its state.
     call_next : callable
         The next mod, or the app.
+    observe : callable, optional
+        Called as ``observe(context, sent)`` with a `SentUpdate` once its residual is kept, for
+        measurements. Give it with ``functools.partial(co3_mod, observe=...)``.
 
     Returns
     -------
@@ -224,7 +259,10 @@ def co3_mod(message: Message, context: Context, call_next: ClientAppCallable) ->
     for name in used:
         del reply.content[name]
     add_reply_records(reply.content, scalars)
-    sender.save()
+    encoded = sender.save()
+    if observe is not None:
+        ordered = {name: update[name] for name in roles.like.names}
+        observe(context, SentUpdate(settings.server_round, ordered, roles.trainable, encoded))
     return reply
 
 
@@ -285,10 +323,12 @@ class _Sender:
             seconds,
         )
 
-    def save(self) -> None:
-        """Keep the residual for the next round."""
-        if self._encoded is not None and self._encoded.residual:
+    def save(self) -> EncodedUpdate:
+        """Keep the residual for the next round, and return what was encoded."""
+        assert self._encoded is not None
+        if self._encoded.residual:
             self._store.save(self._encoded.residual, self._settings.server_round, self._digest)
+        return self._encoded
 
 
 def _roles(received: Arrays, settings: TrainSettings) -> TensorRoles:

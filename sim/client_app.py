@@ -4,18 +4,21 @@ The app below is an ordinary one: it returns its gradient, or its new weights. C
 correcting and compressing happen in the mod, which stands first and therefore outermost.
 """
 
+from functools import partial
+
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from co3_flower import ConfigError, co3_mod
 from co3_flower.records import client_id, derive_seed
+from sim.capture import save_update
 from sim.data import Images, client_positions, load_data
 from sim.models import build_model
 from sim.settings import Settings
 from sim.task import choose_device, local_sgd, mean_gradient, num_local_batches, seed_everything
 
-app = ClientApp(mods=[co3_mod])
+app = ClientApp(mods=[partial(co3_mod, observe=save_update)])
 
 
 @app.train()
@@ -39,7 +42,13 @@ def train(message: Message, context: Context) -> Message:
         local_steps=settings.local_steps,
         local_epochs=settings.local_epochs,
     )
-    work = {"batch_size": settings.batch_size, "num_local": num_local, "rng": rng, "device": device}
+    work = {
+        "batch_size": settings.batch_size,
+        "num_local": num_local,
+        "rng": rng,
+        "device": device,
+        "augmented": settings.augment,
+    }
     reply = RecordDict()
     if settings.payload == "gradient":
         gradient, loss = mean_gradient(net, images, **work)

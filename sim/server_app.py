@@ -24,8 +24,9 @@ from flwr.serverapp.strategy import (
 
 from co3_flower import CO3Strategy
 from co3_flower.nodes import RoundError
+from sim.capture import finish_means
 from sim.data import ImageData, check_shares, load_data
-from sim.models import build_model
+from sim.models import build_model, check_image_size
 from sim.outputs import RunFolder, default_run_dir, format_table, round_row
 from sim.settings import Settings, expand_path
 from sim.task import Score, choose_device, evaluate
@@ -45,6 +46,7 @@ def main(grid: Grid, context: Context) -> None:
     try:
         strategy = make_strategy(settings, folder.experiment_id)
         data = load_data(settings.dataset, settings.data_dir)
+        check_image_size(settings.model, data.test.pixels.shape[1:3])
         _check_shares(settings, data)
         arrays = train(grid, strategy, data, settings, folder)
     except Exception as error:
@@ -52,6 +54,7 @@ def main(grid: Grid, context: Context) -> None:
         num_parameters = None if strategy is None else strategy.num_parameters
         folder.fail(failure_reason(error, strategy), num_parameters)
         raise
+    finish_means(folder.path)  # where client 0 was not in the last round
     summary = folder.finish(
         {name: tensor.numpy() for name, tensor in arrays.to_torch_state_dict().items()},
         strategy.num_parameters,

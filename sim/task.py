@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from co3_flower import ConfigError
+from sim.augment import augment
 from sim.data import Images
 
 EVALUATION_BATCH = 128  # larger ones fall out of the CPU cache
@@ -84,6 +85,7 @@ def mean_gradient(
     num_local: int,
     rng: np.random.Generator,
     device: torch.device,
+    augmented: bool = False,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Average the gradient over minibatches, the weights held still.
 
@@ -98,6 +100,8 @@ def mean_gradient(
         Images in a minibatch, minibatches.
     rng : numpy.random.Generator
     device : torch.device
+    augmented : bool
+        Whether each image is changed by chance first; see `sim.augment`.
 
     Returns
     -------
@@ -109,7 +113,7 @@ def mean_gradient(
     net.zero_grad(set_to_none=True)
     total = 0.0
     for positions in islice(minibatches(len(images), batch_size, rng), num_local):
-        loss = _loss(net, images, positions, device) / num_local
+        loss = _loss(net, images, positions, device, rng if augmented else None) / num_local
         loss.backward()  # .grad sums over the minibatches
         total += loss.item()
     gradient = {
@@ -128,6 +132,7 @@ def local_sgd(
     lr: float,
     rng: np.random.Generator,
     device: torch.device,
+    augmented: bool = False,
 ) -> float:
     """Train with plain SGD, one step per minibatch, and return the mean loss; the net changes."""
     net.train()
@@ -135,7 +140,7 @@ def local_sgd(
     total = 0.0
     for positions in islice(minibatches(len(images), batch_size, rng), num_local):
         optimizer.zero_grad(set_to_none=True)
-        loss = _loss(net, images, positions, device)
+        loss = _loss(net, images, positions, device, rng if augmented else None)
         loss.backward()
         optimizer.step()
         total += loss.item()
@@ -156,6 +161,15 @@ def evaluate(net: nn.Module, images: Images, device: torch.device) -> Score:
     return Score(loss / len(images), correct / len(images))
 
 
-def _loss(net: nn.Module, images: Images, positions: Array, device: torch.device) -> torch.Tensor:
+def _loss(
+    net: nn.Module,
+    images: Images,
+    positions: Array,
+    device: torch.device,
+    augmentation: np.random.Generator | None,
+) -> torch.Tensor:
     inputs, labels = images.batch(positions)
-    return nn.functional.cross_entropy(net(inputs.to(device)), labels.to(device))
+    inputs = inputs.to(device)
+    if augmentation is not None:
+        inputs = augment(inputs, augmentation)
+    return nn.functional.cross_entropy(net(inputs), labels.to(device))

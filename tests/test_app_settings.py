@@ -80,7 +80,6 @@ def test_ps_step_follows_the_payload_kind(run_config: dict[str, Any], step: floa
         ({"strategy": "fedprox"}, "strategy must be one of '', 'fedavg', 'fedavgm', 'fedadam', "),
         ({"strategy": "bulyan", "num-clients": 2}, "num-clients must be at least 3 with strategy"),
         ({"coder": "ans"}, "coder must be one of 'huffman', 'rans', got 'ans'"),
-        ({"model": "resnet20"}, "model must be 'cnn', got 'resnet20': not available yet"),
         ({"model": "vgg"}, "model must be one of 'cnn', 'resnet20', "),
         ({"reclip": True}, "max-update-norm must be above 0 with reclip, got 0.0"),
         ({"max-update-norm": -1}, "max-update-norm must be at least 0, got -1.0"),
