@@ -67,12 +67,12 @@ RANGES = {
     "max-examples": ("at least 1", lambda x: x >= 1),
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
     "num-threads": ("at least 1", lambda x: x >= 1),
+    "target-bits-per-parameter": ("at least 0", lambda x: x >= 0),
     "eval-every": ("at least 1", lambda x: x >= 1),
 }
 
 # Keys whose feature comes with a later version: anything but the default is refused.
 NOT_YET = (
-    "target-bits-per-parameter",
     "uplink-budget-mb",
     "save-gradients-every",
 )
@@ -175,6 +175,7 @@ class Settings:
             coder=self.coder,
             structure=self.structure,
             min_numel=self.min_numel,
+            target_bits_per_parameter=self.target_bits_per_parameter or None,
             num_threads=self.num_threads,
         )
 
