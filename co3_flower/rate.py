@@ -9,7 +9,7 @@ twice.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from co3_flower.layout import Kind, Layout, Plan
 from co3_flower.payload import BUFFER_FORMAT, NUM_FRAME_BYTES, scale_limits
 from co3_flower.quantize import kernel_format, rule_table
 from co3_flower.stats import entropy_bits
-from co3_flower.tables import CodeTables, Converted, choose_tables
+from co3_flower.tables import LAWS, CodeTables, Converted, choose_tables
 
 TOLERANCE = 0.0125  # of the size after a conversion
 MAX_CONVERSIONS = 6
@@ -186,7 +186,8 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
 
     Of several such factors it is the one of the coarsest cells. Where no factor does, the nearest
     size is taken: the smallest one, with all symbols 0, or about the largest one that the format
-    reaches.
+    reaches. Where tables by a law, which may fit badly, let the size jump over the wanted one, the
+    tables are chosen as by prior ``auto``.
 
     Parameters
     ----------
@@ -214,6 +215,11 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
         factor = _next_factor(measured, full, num_bytes, raw_bytes)
         if factor in full:
             break
+    config = measured.config
+    jumps = min(full.values()) < num_bytes < max(full.values())
+    if jumps and abs(full[best] - num_bytes) > TOLERANCE * num_bytes and config.prior in LAWS:
+        by_counts = replace(measured, config=replace(config, prior="auto"))
+        return convert_to_size(by_counts, num_bytes, raw_bytes)
     return conversion if best == last else convert_at(measured, best)
 
 
