@@ -7,7 +7,7 @@ server does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,32 @@ def encode_update(
     if max_payload_bytes is not None and len(payload) > max_payload_bytes:
         payload, stats, conversion = _fit(whole, raw, max_payload_bytes)
     return EncodedUpdate(payload, _unflatten(conversion.residual, layout, plan), stats)
+
+
+def least_payload_bytes(like: Layout | Mapping[str, Any], config: CodecConfig) -> int:
+    """Return the size of a payload that says zero for every coded tensor and buffer.
+
+    It is what `encode_update` sends where nothing fits in its limit; raw tensors are included.
+
+    Parameters
+    ----------
+    like : Layout or mapping of str to array
+        Names, shapes and dtypes of an update.
+    config : CodecConfig
+        How it is encoded.
+
+    Examples
+    --------
+    >>> least_payload_bytes({"w": np.ones(10_000, np.float32)}, CodecConfig())
+    60
+    """
+    layout = Layout.of(like)
+    zeros = {
+        name: np.zeros(shape, dtype)
+        for name, shape, dtype in zip(layout.names, layout.shapes, layout.dtypes, strict=True)
+    }
+    free = replace(config, target_bits_per_parameter=None)
+    return len(encode_update(zeros, None, free).payload)
 
 
 def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:

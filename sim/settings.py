@@ -68,14 +68,12 @@ RANGES = {
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
     "num-threads": ("at least 1", lambda x: x >= 1),
     "target-bits-per-parameter": ("at least 0", lambda x: x >= 0),
+    "uplink-budget-mb": ("at least 0", lambda x: x >= 0),
     "eval-every": ("at least 1", lambda x: x >= 1),
 }
 
 # Keys whose feature comes with a later version: anything but the default is refused.
-NOT_YET = (
-    "uplink-budget-mb",
-    "save-gradients-every",
-)
+NOT_YET = ("save-gradients-every",)
 NOT_YET_VALUES = {"model": MODELS[1:]}
 
 
@@ -178,6 +176,11 @@ class Settings:
             target_bits_per_parameter=self.target_bits_per_parameter or None,
             num_threads=self.num_threads,
         )
+
+    @property
+    def uplink_budget_bytes(self) -> int | None:
+        """Bytes that all payloads of the run may take, None for no limit."""
+        return max(1, int(self.uplink_budget_mb * 10**6)) if self.uplink_budget_mb > 0 else None
 
     @property
     def ps_step(self) -> float:
@@ -331,6 +334,13 @@ def check_together(settings: Settings) -> None:
             f"min-replies must be at most num-clients, got {settings.min_replies}"
             f" with {settings.num_clients} clients"
         )
+    for key in ("target-bits-per-parameter", "uplink-budget-mb"):
+        value = settings.as_run_config()[key]
+        if value and settings.compressor != "co3":
+            raise ConfigError(
+                f"{key} must be 0 with compressor {settings.compressor!r}, whose payloads have one"
+                f" size, got {value}"
+            )
     if settings.strategy == "bulyan" and 0 < settings.num_clients < MIN_BULYAN_CLIENTS:
         raise ConfigError(
             f"num-clients must be at least {MIN_BULYAN_CLIENTS} with strategy 'bulyan', got"

@@ -64,6 +64,7 @@ ORDER = (
     "privacy",
     "evaluation",
     "checks",
+    "budget",
     "strategy",
     "cli_tools",
     "cli",
