@@ -102,6 +102,22 @@ def test_the_codec_judges_its_own_keys(run_config: dict[str, Any]) -> None:
         Settings.from_run_config(run_config)
 
 
+def test_target_and_budget_are_taken_over() -> None:
+    settings = Settings.from_run_config(
+        {"coder": "rans", "target-bits-per-parameter": 0.3, "uplink-budget-mb": 2.5}
+    )
+    assert settings.codec_config().target_bits_per_parameter == 0.3
+    assert settings.uplink_budget_bytes == 2_500_000
+    assert Settings().codec_config().target_bits_per_parameter is None
+    assert Settings().uplink_budget_bytes is None
+
+
+@pytest.mark.parametrize("key", ["target-bits-per-parameter", "uplink-budget-mb"])
+def test_target_and_budget_need_the_compressor(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be 0 with compressor 'none'"):
+        Settings.from_run_config({key: 1.5, "compressor": "none"})
+
+
 @pytest.mark.parametrize("key", NOT_YET)
 def test_a_key_whose_feature_comes_later_is_refused_and_never_ignored(key: str) -> None:
     default = DEFAULTS[key]
