@@ -127,7 +127,7 @@ def encode_update(
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(arrays, layout, plan)
     whole = _Update(arrays, residual, layout, plan, config, sum(map(len, raw)))
-    if config.target_bits_per_parameter is None or not plan.num_coded:
+    if config.target_bits_per_parameter is None or plan.offsets[plan.num_coded] == 0:
         conversion = _convert(whole)
     else:
         conversion = convert_to_size(_measure(whole), whole.target_bytes, whole.raw_bytes)

@@ -20,6 +20,7 @@ from co3_flower.bitstream import CHUNK_BITS, NUM_STREAMS, chunk_size, run_parts,
 from co3_flower.config import CodecConfig
 from co3_flower.formats import FloatFormat
 from co3_flower.huffman import MAX_LENGTH, HuffmanTables
+from co3_flower.kernels_rans import NUM_STATES
 from co3_flower.layout import Kind, Layout, Plan
 from co3_flower.payload import BUFFER_FORMAT, NUM_FRAME_BYTES, scale_limits
 from co3_flower.quantize import kernel_format, rule_table
@@ -39,8 +40,9 @@ _SEARCH_TOLERANCE = 5e-4  # of the foretold size
 _STEP = 1.05  # between factors whose foretold sizes give a slope
 _MAX_REACH = 8.0  # such steps that the slope is trusted for
 _MAX_STEPS = 200  # octaves and half octaves of the factor: more than float32 has
-_STATE_BITS = 128.0  # of a chunk's four rANS states as sent
-_EMPTY_STATE_BITS = 96.0  # of them that carry no code, on average
+_HUFFMAN_PADDING = 16.0 * NUM_STREAMS  # bits of a chunk: half a word at the end of each stream
+_STATE_BITS = 32.0 * NUM_STATES  # of a chunk's rANS states as sent
+_EMPTY_STATE_BITS = 24.0 * NUM_STATES  # of them that carry no code, on average
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def estimate_bytes(choice: CodeTables, plan: Plan, raw_bytes: int) -> float:
     num_chunks = -(-plan.num_symbols // chunk_size(plan.num_symbols, choice.num_code_bits))
     bits = float(choice.num_bits)
     if isinstance(choice.tables, HuffmanTables):
-        bits += num_chunks * NUM_STREAMS * 16.0  # half a word at the end of a stream
+        bits += num_chunks * _HUFFMAN_PADDING
     else:
         bits += max(num_chunks * _EMPTY_STATE_BITS, num_chunks * _STATE_BITS - bits)
     return _fixed_bytes(plan, raw_bytes) + num_chunks * 2.0 + bits / 8.0
@@ -287,7 +289,7 @@ def _foretell(measured: Measured, factor: float, raw_bytes: int) -> tuple[float,
     bits, live, largest = map(float, foretold)
     bits += measured.buffer_bits
     num_chunks = max(1.0, bits / CHUNK_BITS) if measured.plan.num_symbols else 0.0
-    bits += num_chunks * (NUM_STREAMS * 16.0 if is_huffman else _EMPTY_STATE_BITS)
+    bits += num_chunks * (_HUFFMAN_PADDING if is_huffman else _EMPTY_STATE_BITS)
     return _fixed_bytes(measured.plan, raw_bytes) + 2.0 * num_chunks + bits / 8.0, live, largest
 
 

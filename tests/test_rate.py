@@ -235,8 +235,25 @@ def test_update_that_is_not_finite_is_refused(network: Arrays) -> None:
         encode_update(broken, None, with_target(1.5))
 
 
-def test_update_without_tensors_has_no_rate_to_meet() -> None:
-    assert encode_update({}, None, with_target(1.5)).stats.num_parameters == 0
+@pytest.mark.parametrize(
+    "update", [{}, {"empty": np.zeros((0, 3), np.float32)}, {"steps": np.arange(3)}]
+)
+def test_update_without_float_entries_has_no_rate_to_meet(update: Arrays) -> None:
+    assert encode_update(update, None, with_target(1.5)).stats.num_parameters == 0
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e1m1", "e4m3fn", "e5m2", "e2m0"])
+@pytest.mark.parametrize("scale", ["mse", "absmax", "unit"])
+def test_awkward_tensors_lose_nothing_under_a_target(
+    edge_update: Arrays, name: str, scale: str
+) -> None:
+    target = 1.2 if name == "e1m1" else 2.0
+    config = with_target(target, format=name, scale=scale, coder="rans")
+    encoded = encode_update(edge_update, None, config)
+    decoded = decode_update(encoded.payload, edge_update)
+    for key, residual in encoded.residual.items():
+        v = edge_update[key].astype(np.float32)
+        np.testing.assert_allclose(decoded[key] + residual, v, rtol=1e-6)
 
 
 # Foretelling
