@@ -136,6 +136,15 @@ def compress_command(
         str, typer.Option("--prior", help="gennorm, norm, laplace, empirical or auto.")
     ] = "auto",
     coder: Annotated[str, typer.Option("--coder", help="huffman or rans.")] = "huffman",
+    structure: Annotated[
+        str, typer.Option("--structure", help="auto (row x column classes) or none.")
+    ] = "auto",
+    target_bits: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bits", metavar="BITS", help="Bits per parameter that the payload is to take."
+        ),
+    ] = None,
     raw: Annotated[
         list[str] | None,
         typer.Option(
@@ -152,7 +161,8 @@ def compress_command(
     """
     config = CodecConfig(
         format=format_name, scale=scale, scale_multiplier=scale_multiplier,
-        prior=prior, coder=coder, raw=_split(raw),
+        prior=prior, coder=coder, structure=structure, target_bits_per_parameter=target_bits,
+        raw=_split(raw),
     )  # fmt: skip
     check_output(target, (".co3",))
     tensors = read_tensors(source)

@@ -312,7 +312,12 @@ class _Sender:
         else:
             config = roles.codec_config(self._settings.codec, _num_threads(self._context))
             self._digest = _residual_digest(sent, config.raw)
-            self._encoded = encode_update(sent, self._store.load(self._digest), config)
+            self._encoded = encode_update(
+                sent,
+                self._store.load(self._digest),
+                config,
+                max_payload_bytes=self._settings.max_payload_bytes or None,
+            )
         seconds = time.perf_counter() - start
         encoded = self._encoded
         return co3_scalars(

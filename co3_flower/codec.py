@@ -7,7 +7,7 @@ server does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from co3_flower.bitstream import (
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.feedback import check_residual
+from co3_flower.formats import FloatFormat
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, as_arrays
 from co3_flower.limits import NormLimit, check_magnitudes, limit_norm
 from co3_flower.payload import (
@@ -39,12 +40,14 @@ from co3_flower.payload import (
     write_payload,
 )
 from co3_flower.quantize import kernel_format, rule_table
-from co3_flower.stats import UpdateStats, update_stats
+from co3_flower.rate import Conversion, Measured, convert_to_size, least_bytes, measure_update
+from co3_flower.stats import UpdateStats, count_parameters, update_stats
 from co3_flower.tables import CodeTables, Converted, choose_tables, code_bits
 
 _BUFFER_GAMMA = 1.0
 _BUFFER_SCALE = "mse"
 _FLOAT32 = np.dtype(np.float32)
+_SHARES = (0.985, 0.95)  # of the bytes allowed, aimed at one after the other
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def encode_update(
     config : CodecConfig
         How to encode.
     max_payload_bytes : int, optional
-        A larger payload becomes a zero update whose residual is the whole compensated update.
+        A larger payload is made to fit by coarser cells, as for a target; where that cannot be, it
+        becomes a zero update whose residual is the whole compensated update. A zero update has a
+        size of its own, `least_payload_bytes`, which is not cut.
 
     Returns
     -------
@@ -95,6 +100,8 @@ def encode_update(
     ------
     TypeError
         If an entry has a dtype that cannot travel, or `config` is no CodecConfig.
+    ConfigError
+        If the target leaves no room beside header, scales and raw tensors.
     ValueError
         If a float tensor (or its compensated form) holds NaN or infinity, a selected name is
         missing, or the residual does not fit the update.
@@ -120,14 +127,41 @@ def encode_update(
     kinds = _choose_kinds(layout, config)
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(arrays, layout, plan)
-    flat, symbols, coded, buffers = _convert(arrays, residual, layout, plan, config)
-    payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw, flat)
+    whole = _Update(arrays, residual, layout, plan, config, sum(map(len, raw)))
+    if config.target_bits_per_parameter is None or plan.offsets[plan.num_coded] == 0:
+        conversion = _convert(whole)
+    else:
+        conversion = convert_to_size(_measure(whole), whole.target_bytes, whole.raw_bytes)
+    payload, stats = _compress(layout, plan, config, conversion, raw)
     if max_payload_bytes is not None and len(payload) > max_payload_bytes:
-        flat, symbols, coded, buffers = _withhold(
-            arrays, residual, layout, plan, config, coded, buffers
-        )
-        payload, stats = _compress(layout, plan, config, symbols, coded, buffers, raw, flat)
-    return EncodedUpdate(payload, _unflatten(flat, layout, plan), stats)
+        payload, stats, conversion = _fit(whole, raw, max_payload_bytes)
+    return EncodedUpdate(payload, _unflatten(conversion.residual, layout, plan), stats)
+
+
+def least_payload_bytes(like: Layout | Mapping[str, Any], config: CodecConfig) -> int:
+    """Return the size of a payload that says zero for every coded tensor and buffer.
+
+    It is what `encode_update` sends where nothing fits in its limit; raw tensors are included.
+
+    Parameters
+    ----------
+    like : Layout or mapping of str to array
+        Names, shapes and dtypes of an update.
+    config : CodecConfig
+        How it is encoded.
+
+    Examples
+    --------
+    >>> least_payload_bytes({"w": np.ones(10_000, np.float32)}, CodecConfig())
+    60
+    """
+    layout = Layout.of(like)
+    zeros = {
+        name: np.zeros(shape, dtype)
+        for name, shape, dtype in zip(layout.names, layout.shapes, layout.dtypes, strict=True)
+    }
+    free = replace(config, target_bits_per_parameter=None)
+    return len(encode_update(zeros, None, free).payload)
 
 
 def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
@@ -154,23 +188,9 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
     kinds = (Kind.RAW,) * len(layout)
     config = CodecConfig()
     plan = layout.plan(kinds, config.min_numel)
-    none = np.zeros(0, np.int64)
-    coded, buffers = (
-        Converted.empty(config.float_format, none),
-        Converted.empty(BUFFER_FORMAT, none),
-    )
     raw = _raw_bytes(arrays, layout, plan)
-    payload, stats = _compress(
-        layout,
-        plan,
-        config,
-        np.zeros(0, np.uint8),
-        coded,
-        buffers,
-        raw,
-        np.zeros(0, np.float32),
-        SCHEME_NONE,
-    )
+    nothing = _convert(_Update(arrays, None, layout, plan, config, sum(map(len, raw))))
+    payload, stats = _compress(layout, plan, config, nothing, raw, SCHEME_NONE)
     return EncodedUpdate(payload, {}, stats)
 
 
@@ -350,17 +370,73 @@ def _raw_bytes(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -
     return tuple(raw)
 
 
-def _convert(
-    arrays: Mapping[str, NDArray[Any]],
-    residual: Mapping[str, NDArray[np.float32]] | None,
-    layout: Layout,
-    plan: Plan,
-    config: CodecConfig,
-) -> tuple[NDArray[np.float32], NDArray[np.uint8], Converted, Converted]:
-    """Flat residual, flat symbols, and the two groups of tensors after conversion."""
-    v = _flatten(arrays, layout, plan)
-    memory = _flatten_residual(residual, layout, plan)
-    gammas = _gammas(plan, config)
+@dataclass(frozen=True)
+class _Update:
+    """What is to be encoded, and how."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    residual: Mapping[str, NDArray[np.float32]] | None
+    layout: Layout
+    plan: Plan
+    config: CodecConfig
+    raw_bytes: int
+
+    @property
+    def target_bytes(self) -> float:
+        """Bytes that the target allows; raises ConfigError where they are too few for anything."""
+        num_parameters = count_parameters(self.layout, self.plan)
+        target = self.config.target_bits_per_parameter or 0.0
+        least = least_bytes(self.plan, self.raw_bytes)
+        if num_parameters and target * num_parameters <= 8 * least:
+            raise ConfigError(
+                f"target_bits_per_parameter must be above {8 * least / num_parameters:.3g}, which "
+                f"header, scales and raw tensors take in this update, got {target!r}"
+            )
+        return target * num_parameters / 8
+
+    def flat(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        """Return the entries (to be overwritten), the residual's, and each tensor's gamma."""
+        gammas = np.full(len(self.plan.order), self.config.gamma, np.float32)
+        gammas[self.plan.num_coded :] = _BUFFER_GAMMA
+        return (
+            _flatten(self.arrays, self.layout, self.plan),
+            _flatten_residual(self.residual, self.layout, self.plan),
+            gammas,
+        )
+
+    def check_finite(self, coded: Converted, buffers: Converted) -> None:
+        """Raise ValueError for entries that were counted as not finite."""
+        bad = np.concatenate([coded.events[:, 2], buffers.events[:, 2]])
+        if bad.any():
+            first = int(np.argmax(bad > 0))
+            name = self.layout.names[self.plan.order[first]]
+            in_update = int((~np.isfinite(self.arrays[name])).sum())
+            what = "update" if in_update else "update plus residual"
+            raise ValueError(
+                f"{what} must be finite, "
+                f"got {in_update or bad[first]} NaN or infinite entries in {name!r}"
+            )
+
+    def conversion(
+        self,
+        rest: NDArray[np.float32],
+        symbols: NDArray[np.uint8],
+        coded: Converted,
+        buffers: Converted,
+    ) -> Conversion:
+        """Return what was converted, with its code tables."""
+        config = self.config
+        choices = choose_tables(
+            self.layout, self.plan, coded, buffers, symbols, rest,
+            config.prior, config.coder, config.structure,
+        )  # fmt: skip
+        return Conversion(rest, symbols, coded, buffers, choices)
+
+
+def _convert(update: _Update) -> Conversion:
+    """Convert at the scales that the settings say."""
+    plan, config = update.plan, update.config
+    v, memory, gammas = update.flat()
     sizes = np.diff(plan.offsets)
     coded = Converted.empty(config.float_format, sizes[: plan.num_coded])
     buffers = Converted.empty(BUFFER_FORMAT, sizes[plan.num_coded :])
@@ -382,43 +458,43 @@ def _convert(
     convert_group(coded, 0, config.scale, config.scale_multiplier)
     if plan.num_buffers:
         convert_group(buffers, plan.num_coded, _BUFFER_SCALE, 1.0)
-    bad = np.concatenate([coded.events[:, 2], buffers.events[:, 2]])
-    if bad.any():
-        first = int(np.argmax(bad > 0))
-        name = layout.names[plan.order[first]]
-        in_update = int((~np.isfinite(arrays[name])).sum())
-        what = "update" if in_update else "update plus residual"
-        raise ValueError(
-            f"{what} must be finite, "
-            f"got {in_update or bad[first]} NaN or infinite entries in {name!r}"
-        )
-    return v, symbols, coded, buffers
+    update.check_finite(coded, buffers)
+    return update.conversion(v, symbols, coded, buffers)
 
 
-def _withhold(
-    arrays: Mapping[str, NDArray[Any]],
-    residual: Mapping[str, NDArray[np.float32]] | None,
-    layout: Layout,
-    plan: Plan,
-    config: CodecConfig,
-    coded: Converted,
-    buffers: Converted,
-) -> tuple[NDArray[np.float32], NDArray[np.uint8], Converted, Converted]:
-    """Return what `_convert` does, for an update of which nothing is sent.
+def _measure(update: _Update) -> Measured:
+    """Compensate and fit, and convert the buffers."""
+    measured = measure_update(
+        *update.flat(), update.layout, update.plan, update.config, _BUFFER_SCALE
+    )
+    update.check_finite(measured.coded, measured.buffers)
+    return measured
 
-    Zeros go up, all of it stays in the residual.
-    """
-    v = _flatten(arrays, layout, plan)
-    memory = _flatten_residual(residual, layout, plan)
+
+def _fit(
+    update: _Update, raw: tuple[bytes, ...], max_bytes: int
+) -> tuple[bytes, UpdateStats, Conversion]:
+    """Encode at the finest scales for which the payload fits, or send nothing where none does."""
+    layout, plan, config = update.layout, update.plan, update.config
+    measured = _measure(update)
+    for share in _SHARES if max_bytes > least_bytes(plan, update.raw_bytes) else ():
+        conversion = convert_to_size(measured, share * max_bytes, update.raw_bytes)
+        payload, stats = _compress(layout, plan, config, conversion, raw)
+        if len(payload) <= max_bytes:
+            return payload, stats, conversion
+    conversion = _withhold(update, measured)
+    return *_compress(layout, plan, config, conversion, raw), conversion
+
+
+def _withhold(update: _Update, measured: Measured) -> Conversion:
+    """Return the conversion of an update of which nothing is sent: zeros, all of it residual."""
+    plan = update.plan
+    v, memory, gammas = update.flat()
     if memory.size:
-        for gamma, begin, end in zip(
-            _gammas(plan, config), plan.offsets[:-1], plan.offsets[1:], strict=True
-        ):
+        for gamma, begin, end in zip(gammas, plan.offsets[:-1], plan.offsets[1:], strict=True):
             kernels.add_scaled(v[begin:end], memory[begin:end], gamma)
-    symbols = np.full(v.size, coded.fmt.zero, np.uint8)
-    symbols[plan.offsets[plan.num_coded] :] = BUFFER_FORMAT.zero
     groups = []
-    for group in (coded, buffers):
+    for group in (measured.coded, measured.buffers):
         empty = Converted.empty(group.fmt, group.sizes)
         empty.counts[:, group.fmt.zero] = group.sizes
         empty.fits[:, 1:3] = 1.0
@@ -430,33 +506,26 @@ def _withhold(
             part = v[plan.offsets[start + j] : plan.offsets[start + j + 1]]
             group.sums[j, 3] = np.abs(part, dtype=np.float64).sum()
             group.events[j, 1] = np.count_nonzero(part)
-    return v, symbols, groups[0], groups[1]
+    return update.conversion(v, _zero_symbols(plan, groups[0].fmt), *groups)
+
+
+def _zero_symbols(plan: Plan, fmt: FloatFormat) -> NDArray[np.uint8]:
+    symbols = np.full(plan.num_symbols, fmt.zero, np.uint8)
+    symbols[plan.offsets[plan.num_coded] :] = BUFFER_FORMAT.zero
+    return symbols
 
 
 def _compress(
     layout: Layout,
     plan: Plan,
     config: CodecConfig,
-    symbols: NDArray[np.uint8],
-    coded: Converted,
-    buffers: Converted,
+    conversion: Conversion,
     raw: tuple[bytes, ...],
-    residual: NDArray[np.float32],
     scheme: int = SCHEME_CO3,
 ) -> tuple[bytes, UpdateStats]:
     payloads = []
-    choices = choose_tables(
-        layout,
-        plan,
-        coded,
-        buffers,
-        symbols,
-        residual,
-        config.prior,
-        config.coder,
-        config.structure,
-    )
-    for choice in choices:
+    symbols, coded, buffers = conversion.symbols, conversion.coded, conversion.buffers
+    for choice in conversion.choices:
         chunk_symbols = chunk_size(symbols.size, choice.num_code_bits)
         words, sizes = _encode_symbols(choice, symbols, plan, chunk_symbols, config.num_threads)
         parts = Parts(
@@ -473,8 +542,8 @@ def _compress(
             scheme,
         )
         payloads.append((write_payload(parts, layout, plan), words.nbytes))
-    best = min(range(len(choices)), key=lambda i: len(payloads[i][0]))
-    (payload, code_bytes), choice = payloads[best], choices[best]
+    best = min(range(len(payloads)), key=lambda i: len(payloads[i][0]))
+    (payload, code_bytes), choice = payloads[best], conversion.choices[best]
     stats = update_stats(
         layout,
         plan,
@@ -501,12 +570,6 @@ def _encode_symbols(
             choice.tables, symbols, plan.offsets, choice.table_of, chunk_symbols, num_threads
         )
     return encode_structured(choice.tables, choice.structure, symbols, chunk_symbols, num_threads)
-
-
-def _gammas(plan: Plan, config: CodecConfig) -> NDArray[np.float32]:
-    gammas = np.full(len(plan.order), config.gamma, np.float32)
-    gammas[plan.num_coded :] = _BUFFER_GAMMA
-    return gammas
 
 
 def _flatten(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ SCALES = kernels.RULES
 PRIORS = ("gennorm", "norm", "laplace", "empirical", "auto")
 CODERS = ("huffman", "rans")
 STRUCTURES = ("auto", "none")
+_WIDER = ("e2m1", "e2m1fn", "e3m2", "e4m3", "e5m2")  # named where a target needs more values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,10 @@ class CodecConfig:
     scale : str
         ``mse`` (least mean squared error under the fitted law), ``std``, ``absmax`` or ``unit``.
     scale_multiplier : float
-        Positive factor on the scale; below 1 cells are coarser and fewer bits go up.
+        Positive factor on the scale; below 1 cells are coarser and fewer bits go up. The scale
+        follows the spread of the update plus its residual: far below 1 and with gamma near 1 the
+        residual grows, the cells grow with it, and in the end nothing is sent. A target has no such
+        end.
     prior : str
         Where a code table comes from: ``gennorm``, ``norm`` or ``laplace`` (the format's cells
         under the fitted law with its zero atom), ``empirical`` (the counts), or ``auto`` (the
@@ -48,7 +52,12 @@ class CodecConfig:
     buffers : sequence of str or int
         Names or positions of float tensors that are coded in e4m3 with gamma 1 and share one table.
     target_bits_per_parameter : float or None
-        Not available yet.
+        Size of every payload, all its bytes counted, in bits per parameter: each update gets the
+        factor on all scales that meets it within 2 %, whatever the residual does. It must be below
+        log2 of the format's values, with Huffman codes above 1, and scale_multiplier must be 1. An
+        update that cannot meet it takes the nearest size that it can: zeros take less; where frame
+        and buffers leave no room, all stays in the residual; and scales ``mse`` and ``std`` are
+        made at most twice as fine, as beyond that more is clamped than gained.
     num_threads : int
         Threads that encode; the bytes do not depend on it.
 
@@ -98,10 +107,31 @@ class CodecConfig:
         for setting in ("min_numel", "num_threads"):
             object.__setattr__(self, setting, int(getattr(self, setting)))
         if self.target_bits_per_parameter is not None:
+            self._check_target()
+
+    def _check_target(self) -> None:
+        name, target = "target_bits_per_parameter", self.target_bits_per_parameter
+        _check_number(name, target, "above 0 and finite, or None", lambda x: 0.0 < x < math.inf)
+        assert target is not None
+        most = math.log2(self.float_format.num_values)
+        if target >= most:
+            wider = [f for f in _WIDER if math.log2(FloatFormat.parse(f).num_values) > target]
             raise ConfigError(
-                "target_bits_per_parameter must be None, got "
-                f"{self.target_bits_per_parameter!r}; a target is not available yet"
+                f"{name} must be below the {most:.3g} bits that values of {self.format} can take, "
+                f"got {target!r}; "
+                + (f"use a wider format such as {wider[0]}" if wider else "use compressor 'none'")
             )
+        if self.coder == "huffman" and target <= 1.0:
+            raise ConfigError(
+                f"{name} must be above 1 with coder 'huffman', which spends at least one bit a "
+                f"symbol, got {target!r}; use coder='rans'"
+            )
+        if self.scale_multiplier != 1.0:
+            raise ConfigError(
+                f"scale_multiplier must be 1 with a {name}, which finds the factor itself, got "
+                f"{self.scale_multiplier!r}; leave one of them out"
+            )
+        object.__setattr__(self, name, float(target))
 
     @property
     def float_format(self) -> FloatFormat:

@@ -42,6 +42,7 @@ MAX_STREAMS = 255
 # per chunk, bytes of structure, bytes of tables, words of code, bytes of raw tensors
 _HEADER = struct.Struct("<4s6BH8s5IQ")
 _CRC = struct.Struct("<I")
+NUM_FRAME_BYTES = _HEADER.size + _CRC.size
 _FLAG_KINDS = 1  # a section says of each tensor: coded, buffer or raw; without it all are coded
 _FLAG_STRUCTURE = 2  # code tables are those of classes of entries, not of tensors
 

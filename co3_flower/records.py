@@ -38,6 +38,7 @@ PREFIX = "co3."  # the same keys inside a NumPyClient's metrics, and the setting
 PAYLOAD = "payload"
 SERVER_ROUND = "server-round"
 CLIENT_ID = "client-id"
+MAX_PAYLOAD_BYTES = "max-payload-bytes"
 QUERY = "co3.query"  # in a message's config: tell the client-id, do not train
 
 _NPY_HEADER = 10  # bytes before the text of an .npy header: magic, version, length
@@ -76,6 +77,8 @@ class TrainSettings:
         Positions of the buffers, integer and bool tensors included.
     buffers_kind : str
         "coded", "raw" or "local".
+    max_payload_bytes : int
+        Most bytes of the round's payload; 0 for no limit.
     memory_dir, experiment_id : str
         Where clients keep residuals in files, and under which name; empty for the context.
     """
@@ -87,6 +90,7 @@ class TrainSettings:
     raw: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
     buffers_kind: str = "coded"
+    max_payload_bytes: int = 0
     memory_dir: str = ""
     experiment_id: str = ""
 
@@ -103,6 +107,8 @@ class TrainSettings:
             PREFIX + "compressor": self.compressor,
             PREFIX + "buffers-kind": self.buffers_kind,
         }
+        if self.max_payload_bytes:
+            scalars[PREFIX + MAX_PAYLOAD_BYTES] = self.max_payload_bytes
         texts = {
             "raw": _join(self.raw),
             "buffers": _join(self.buffers),
@@ -137,6 +143,7 @@ class TrainSettings:
             raw=_split(config, "raw"),
             buffers=_split(config, "buffers"),
             buffers_kind=_choice(config, "buffers-kind", BUFFER_KINDS),
+            max_payload_bytes=int(cast(int, config.get(PREFIX + MAX_PAYLOAD_BYTES, 0))),
             memory_dir=str(config.get(PREFIX + "memory-dir", "")),
             experiment_id=str(config.get(PREFIX + "experiment-id", "")),
         )

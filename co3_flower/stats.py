@@ -113,6 +113,16 @@ def entropy_bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     return bits
 
 
+def count_parameters(layout: Layout, plan: Plan) -> int:
+    """Return the entries of all float tensors that are not buffers, coded or raw."""
+    numels = layout.numels
+    return sum(
+        numels[i]
+        for i, kind in enumerate(plan.kinds)
+        if kind != Kind.BUFFER and layout.dtypes[i] in FLOAT_DTYPES
+    )
+
+
 def update_stats(
     layout: Layout,
     plan: Plan,
@@ -125,12 +135,7 @@ def update_stats(
     raw_bytes: int,
 ) -> UpdateStats:
     """Put together the statistics of an update from what its stages counted."""
-    numels = layout.numels
-    num_parameters = sum(
-        numels[i]
-        for i, kind in enumerate(plan.kinds)
-        if kind != Kind.BUFFER and layout.dtypes[i] in FLOAT_DTYPES
-    )
+    num_parameters = count_parameters(layout, plan)
     entropies = np.concatenate([entropy_bits(coded.counts), entropy_bits(buffers.counts)])
     fits = np.concatenate([coded.fits, buffers.fits])
     rows = list(

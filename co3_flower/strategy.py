@@ -20,6 +20,7 @@ from co3_flower.aggregation import (
     next_model,
     sum_updates,
 )
+from co3_flower.budget import UplinkBudget
 from co3_flower.checks import (
     check_bool,
     check_choice,
@@ -28,6 +29,7 @@ from co3_flower.checks import (
     check_positive,
     resolve_server_lr,
 )
+from co3_flower.codec import least_payload_bytes
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.evaluation import aggregate_evaluation, mean_metrics
@@ -108,6 +110,11 @@ class CO3Strategy(Strategy):
     reclip : bool
         Scale a longer update down instead of refusing it. Required where an inner wrapper lets
         clients clip, and then to their norm; what is cut off does not join the client's residual.
+    uplink_budget_bytes : int, optional
+        Bound on R in bytes. Each train message carries its client's share of what is left for the
+        rounds to come; a client whose payload does not fit makes its cells coarser, and where that
+        does not do sends zeros and keeps all in its residual. A reply above its share is refused,
+        but counts; a lost one counts here with its share. None sets no limit.
     memory_dir, experiment_id : str, optional
         Directory on the clients for residuals in files (empty: Flower's context), and the name
         that the files carry (empty: the run's id).
@@ -158,6 +165,7 @@ class CO3Strategy(Strategy):
         max_examples: int | None = None,
         max_update_norm: float | None = None,
         reclip: bool = False,
+        uplink_budget_bytes: int | None = None,
         memory_dir: str | None = None,
         experiment_id: str = "",
     ) -> None:
@@ -185,6 +193,12 @@ class CO3Strategy(Strategy):
         if reclip and max_update_norm is None and clipping_norm is None:
             raise ConfigError("max_update_norm must be set with reclip, got None")
         check_client_clipping(clipping_norm, payload, reclip, max_update_norm)
+        check_integer("uplink_budget_bytes", uplink_budget_bytes or 0, 0)
+        if uplink_budget_bytes and not isinstance(config, CodecConfig):
+            raise ConfigError(
+                f"uplink_budget_bytes must be None with compressor {config!r}, whose payloads have "
+                f"one size, got {uplink_budget_bytes}"
+            )
         if num_clients and min_replies > num_clients:
             raise ConfigError(f"min_replies must be at most {num_clients}, got {min_replies}")
         self.compressor = "co3" if isinstance(config, CodecConfig) else config
@@ -204,12 +218,14 @@ class CO3Strategy(Strategy):
         self.max_examples = max_examples or None
         self.max_update_norm = max_update_norm
         self.reclip = reclip
+        self.uplink_budget_bytes = uplink_budget_bytes or None
         self.memory_dir = memory_dir or ""
         self.experiment_id = experiment_id
         self._reset()
 
     def _reset(self) -> None:
         self._ledger = Ledger()
+        self._budget: UplinkBudget | None = None
         self._client_ids: dict[int, ClientId] = {}
         self._roles: TensorRoles | None = None
         self._nonnegative: frozenset[str] = frozenset()
@@ -261,7 +277,8 @@ class CO3Strategy(Strategy):
         Raises
         ------
         ConfigError
-            When the server is to evaluate a model whose buffers it never gets.
+            When the server is to evaluate a model whose buffers it never gets, or the uplink budget
+            or the target is below what zeros take.
         RoundError
             When a round cannot be finished.
         """
@@ -272,6 +289,7 @@ class CO3Strategy(Strategy):
                 "buffers must be 'coded' or 'raw' where the server evaluates, got 'local'; the "
                 "server's copy of the running statistics would never change"
             )
+        self._plan_uplink(initial_arrays, num_rounds)
         return super().start(
             grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
         )
@@ -315,9 +333,11 @@ class CO3Strategy(Strategy):
             When a differential-privacy wrapper stands around this strategy, or clients are to clip
             and the server does not.
         RoundError
-            When too few nodes are there in time.
+            When too few nodes are there in time, or the uplink budget is spent.
         """
         refuse_wrappers()
+        if self.uplink_budget_bytes and self._budget is None:
+            raise RoundError("start must run the rounds of an uplink budget, got a single one")
         if self._roles is None or tuple(arrays) != self._roles.layout.names:
             self._roles = self._find_roles(arrays)
             self._nonnegative = find_nonnegative(arrays, self._roles)
@@ -331,7 +351,10 @@ class CO3Strategy(Strategy):
         if isinstance(by_hand, (int, float)):
             check_client_clipping(by_hand, self.payload, self.reclip, self.max_update_norm)
         config[SERVER_ROUND] = server_round
-        config.update(self._settings(server_round, self._roles).to_scalars())
+        share = 0
+        if self._budget is not None:
+            share = self._budget.share_out(server_round, len(nodes), self.R // 8)
+        config.update(self._settings(server_round, self._roles, share).to_scalars())
         content = message_content(arrays, config, "fitins")
         self._arrays = arrays
         self._sent = [Message(content, node, MessageType.TRAIN) for node in nodes]
@@ -363,6 +386,8 @@ class CO3Strategy(Strategy):
             self._ledger,
         )
         self._client_ids |= {reply.node_id: reply.client_id for reply in good}
+        if self._budget is not None:
+            good, failures = self._budget.settle(server_round, good, failures)
         updates: list[dict[str, np.ndarray]] = []
         arguments = (self._weights(good), self.codec.num_threads, self._norm_limit(roles))
         if self.inner is None:
@@ -419,7 +444,25 @@ class CO3Strategy(Strategy):
                 roles.buffer_names[0],
             )
 
-    def _settings(self, server_round: int, roles: TensorRoles) -> TrainSettings:
+    def _plan_uplink(self, arrays: ArrayRecord, num_rounds: int) -> None:
+        """Make the budget of the run; raise ConfigError where zeros alone are too much for it."""
+        target = self.codec.target_bits_per_parameter
+        if self.compressor != "co3" or (target is None and self.uplink_budget_bytes is None):
+            return
+        roles = self._find_roles(arrays)
+        least = least_payload_bytes(roles.like, roles.codec_config(self.codec, 1))
+        if target is not None and 8 * least >= target * roles.num_parameters:
+            raise ConfigError(
+                "target_bits_per_parameter must be above "
+                f"{8 * least / max(1, roles.num_parameters):.3g}, which an update of zeros takes "
+                f"in this model, got {target!r}"
+            )
+        if self.uplink_budget_bytes is not None:
+            self._budget = UplinkBudget(self.uplink_budget_bytes, num_rounds, least)
+            fewest = int(self.num_clients * self.fraction_train + 1e-9)
+            self._budget.check(max(1, self.min_replies, fewest))
+
+    def _settings(self, server_round: int, roles: TensorRoles, share: int) -> TrainSettings:
         return TrainSettings(
             server_round=server_round,
             payload_kind=self.payload,
@@ -428,6 +471,7 @@ class CO3Strategy(Strategy):
             raw=roles.raw,
             buffers=roles.buffers,
             buffers_kind=self.buffers,
+            max_payload_bytes=share,
             memory_dir=self.memory_dir,
             experiment_id=self.experiment_id,
         )

@@ -107,6 +107,7 @@ def make_strategy(settings: Settings, experiment_id: str) -> CO3Strategy:
         max_examples=settings.max_examples,
         max_update_norm=settings.max_update_norm or None,
         reclip=settings.reclip,
+        uplink_budget_bytes=settings.uplink_budget_bytes,
         memory_dir=settings.memory_dir or None,
         experiment_id=experiment_id,
     )

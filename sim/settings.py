@@ -67,15 +67,11 @@ RANGES = {
     "max-examples": ("at least 1", lambda x: x >= 1),
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
     "num-threads": ("at least 1", lambda x: x >= 1),
+    "target-bits-per-parameter": ("at least 0", lambda x: x >= 0),
+    "uplink-budget-mb": ("at least 0", lambda x: x >= 0),
     "eval-every": ("at least 1", lambda x: x >= 1),
     "save-gradients-every": ("at least 0", lambda x: x >= 0),
 }
-
-# Keys whose feature comes with a later version: anything but the default is refused.
-NOT_YET = (
-    "target-bits-per-parameter",
-    "uplink-budget-mb",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +139,7 @@ class Settings:
         Raises
         ------
         ConfigError
-            An unknown key, a wrong type, a value out of range or not on the list, or a feature
-            that is not available yet.
+            An unknown key, a wrong type, or a value out of range or not on the list.
 
         Examples
         --------
@@ -179,8 +174,14 @@ class Settings:
             coder=self.coder,
             structure=self.structure,
             min_numel=self.min_numel,
+            target_bits_per_parameter=self.target_bits_per_parameter or None,
             num_threads=self.num_threads,
         )
+
+    @property
+    def uplink_budget_bytes(self) -> int | None:
+        """Bytes that all payloads of the run may take, None for no limit."""
+        return max(1, int(self.uplink_budget_mb * 10**6)) if self.uplink_budget_mb > 0 else None
 
     @property
     def ps_step(self) -> float:
@@ -313,9 +314,6 @@ def _typed(key: str, value: object) -> Value:
 
 
 def _check_value(key: str, value: Value) -> None:
-    default = DEFAULTS[key]
-    if value != default and key in NOT_YET:
-        raise ConfigError(f"{key} must be {default!r}, got {value!r}: not available yet")
     if key in CHOICES and value not in CHOICES[key]:
         listed = ", ".join(repr(choice) for choice in CHOICES[key])
         raise ConfigError(f"{key} must be one of {listed}, got {value!r}")
@@ -336,6 +334,13 @@ def check_together(settings: Settings) -> None:
             f"min-replies must be at most num-clients, got {settings.min_replies}"
             f" with {settings.num_clients} clients"
         )
+    for key in ("target-bits-per-parameter", "uplink-budget-mb"):
+        value = settings.as_run_config()[key]
+        if value and settings.compressor != "co3":
+            raise ConfigError(
+                f"{key} must be 0 with compressor {settings.compressor!r}, whose payloads have one"
+                f" size, got {value}"
+            )
     if settings.strategy == "bulyan" and 0 < settings.num_clients < MIN_BULYAN_CLIENTS:
         raise ConfigError(
             f"num-clients must be at least {MIN_BULYAN_CLIENTS} with strategy 'bulyan', got"

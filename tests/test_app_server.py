@@ -110,6 +110,27 @@ def test_every_kind_of_run_is_completed_and_counts_its_payloads(
     assert 0 < summary["accuracy"] < 1
 
 
+def test_target_bits_are_met_in_every_round(tmp_path: Path) -> None:
+    run = TestRun(tmp_path / "run", target_bits_per_parameter=0.3, coder="rans")
+    run.start()
+    rates = [row["bits_per_parameter"] for row in run.rows()[1:]]
+    assert rates == pytest.approx([0.3] * len(rates), rel=0.02)
+
+
+def test_uplink_budget_is_spent_and_not_exceeded(tmp_path: Path) -> None:
+    # float digits gradients in e2m1 would take some 30 kB each
+    run = TestRun(tmp_path / "run", uplink_budget_mb=0.02 * NUM_CLIENTS, coder="rans")
+    total = run.start()["R"] / 8
+    assert 0.95 * 20_000 * NUM_CLIENTS < total <= 20_000 * NUM_CLIENTS
+
+
+def test_uplink_budget_below_zeros_ends_the_run_before_round_1(tmp_path: Path) -> None:
+    run = TestRun(tmp_path / "run", uplink_budget_mb=0.0001)
+    with pytest.raises(ConfigError, match="uplink budget must be at least"):
+        run.start()
+    assert run.payloads() == []
+
+
 def test_clients_beyond_max_update_norm_are_refused(tmp_path: Path) -> None:
     run = TestRun(tmp_path / "run", max_update_norm=1e-3)
     with pytest.raises(RoundError, match=r"L2 norm of at most 0\.001"):

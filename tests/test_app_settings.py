@@ -9,7 +9,6 @@ import pytest
 from co3_flower import CodecConfig, ConfigError
 from sim.settings import (
     DEFAULTS,
-    NOT_YET,
     RANGES,
     Settings,
     expand_path,
@@ -101,13 +100,20 @@ def test_the_codec_judges_its_own_keys(run_config: dict[str, Any]) -> None:
         Settings.from_run_config(run_config)
 
 
-@pytest.mark.parametrize("key", NOT_YET)
-def test_a_key_whose_feature_comes_later_is_refused_and_never_ignored(key: str) -> None:
-    default = DEFAULTS[key]
-    Settings.from_run_config({key: default})
-    other: Any = "x" if isinstance(default, str) else type(default)(1)
-    with pytest.raises(ConfigError, match=f"{key} must be .*: not available yet"):
-        Settings.from_run_config({key: other})
+def test_target_and_budget_are_taken_over() -> None:
+    settings = Settings.from_run_config(
+        {"coder": "rans", "target-bits-per-parameter": 0.3, "uplink-budget-mb": 2.5}
+    )
+    assert settings.codec_config().target_bits_per_parameter == 0.3
+    assert settings.uplink_budget_bytes == 2_500_000
+    assert Settings().codec_config().target_bits_per_parameter is None
+    assert Settings().uplink_budget_bytes is None
+
+
+@pytest.mark.parametrize("key", ["target-bits-per-parameter", "uplink-budget-mb"])
+def test_target_and_budget_need_the_compressor(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be 0 with compressor 'none'"):
+        Settings.from_run_config({key: 1.5, "compressor": "none"})
 
 
 @pytest.mark.parametrize("key", RANGES)

@@ -174,6 +174,19 @@ def test_compress_and_decompress_give_what_the_codec_gives(
     assert f"SQNR                {encoded.stats.sqnr_db:.2f} dB" in text
 
 
+def test_compress_takes_a_target_and_a_structure(tmp_path: Path, rng: np.random.Generator) -> None:
+    update = {"w": rng.standard_normal((100, 200)).astype(np.float32)}
+    write_tensors(tmp_path / "in.npz", update)
+    options = ("--coder", "rans", "--structure", "none", "--target-bits", "0.7")
+    call("compress", tmp_path / "in.npz", tmp_path / "a.co3", *options)
+    config = CodecConfig(
+        coder="rans", structure="none", prior="auto", target_bits_per_parameter=0.7
+    )
+    encoded = encode_update(update, None, config)
+    decoded = decode_file((tmp_path / "a.co3").read_bytes())
+    np.testing.assert_array_equal(decoded["w"], decode_update(encoded.payload, update)["w"])
+
+
 def test_compress_keeps_raw_tensors_exactly(
     tmp_path: Path, small_update: dict[str, np.ndarray]
 ) -> None:
@@ -221,7 +234,16 @@ def test_float16_entries_stay_finite(tmp_path: Path) -> None:
 def test_help_explains_every_option(command: str) -> None:
     options = {
         "analyze": ("GRADIENTS.npz", "--format", "--scale", "--layers", "--output", "--json"),
-        "compress": ("IN.(npz|safetensors)", "OUT.co3", "--format", "--prior", "--coder", "--raw"),
+        "compress": (
+            "IN.(npz|safetensors)",
+            "OUT.co3",
+            "--format",
+            "--prior",
+            "--coder",
+            "--structure",
+            "--target-bits",
+            "--raw",
+        ),
         "decompress": ("IN.co3", "OUT.(npz|safetensors)"),
     }
     text = call(command, "--help")

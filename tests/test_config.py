@@ -178,16 +178,3 @@ def test_raw_and_buffers_may_be_lists_of_names_and_positions() -> None:
 def test_raw_may_hold_positions_that_numpy_found() -> None:
     positions = np.flatnonzero([0, 1, 0, 1])
     assert CodecConfig(raw=tuple(positions)).raw == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("coder", "rans"), ("target_bits_per_parameter", 2.0)]
-)
-def test_setting_of_a_later_feature_is_refused_or_works(setting: str, value: object) -> None:
-    # Refused by name until it is there, never ignored.
-    try:
-        config = CodecConfig(**{setting: value})  # type: ignore[arg-type]
-    except ConfigError as error:
-        assert str(error).startswith(f"{setting} must ")
-    else:
-        assert getattr(config, setting) == value

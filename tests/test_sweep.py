@@ -15,13 +15,12 @@ from co3_flower import ConfigError
 from conftest import REPOSITORY
 from sim.cli import DEFAULT_NUM_CLIENTS, resolve_points
 from sim.outputs import read_summary
-from sim.settings import NOT_YET, read_config_file
+from sim.settings import read_config_file
 from sim.sweep import (
     Point,
     format_sweep_table,
     pending_points,
     point_name,
-    read_sweep_file,
     sole_owner,
 )
 
@@ -155,8 +154,6 @@ def test_configs_of_sweeps_are_sound(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CO3_DATA", str(tmp_path))
-    if any(key in NOT_YET for values in read_sweep_file(path)[1] for key in values):
-        pytest.skip("it sets a key that is not available yet")
     folder, points = resolve_points(path, [], tmp_path)
     assert len({point.name for point in points}) == len(points) > 10
     assert path.read_text().startswith(f"# co3 sweep configs/{path.name} --jobs ")
