@@ -35,6 +35,7 @@ CODERS: dict[str, dict[str, Any]] = {
     "huffman_laplace": {"coder": "huffman", "prior": "laplace", "structure": "none"},
     "huffman_empirical": {"coder": "huffman", "prior": "empirical", "structure": "none"},
     "rans": {"coder": "rans", "prior": "empirical", "structure": "none"},
+    "huffman_structure": {"coder": "huffman", "prior": "auto", "structure": "auto"},
     "rans_structure": {"coder": "rans", "prior": "auto", "structure": "auto"},
 }
 

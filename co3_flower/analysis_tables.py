@@ -21,7 +21,8 @@ CODE_TITLES = {
     "huffman_laplace": "Huffman\nLaplace",
     "huffman_empirical": "Huffman\nempirical",
     "rans": "rANS",
-    "rans_structure": "rANS\nstructure",
+    "huffman_structure": "Huffman\nstruct.",
+    "rans_structure": "rANS\nstruct.",
     "lz78": "LZ78",
     "lz78_bit_string": "LZ78\nof bits",
     "zstd": "zstd\n-19",
@@ -94,6 +95,52 @@ def make_tables(analysis: Analysis, largest: int = 5) -> list[Table]:
             _divergence_table(sizes, sections),
         ]
     return tables
+
+
+def make_summary(analyses: Mapping[str, Analysis]) -> list[Table]:
+    """Return two tables with a row for each gradient and format: all tensors, code by code.
+
+    Parameters
+    ----------
+    analyses : mapping of str to Analysis
+        Gradients by name, analysed in the same formats.
+    """
+    wholes = {
+        name: {_title(sizes): sizes for sizes in analysis.formats}
+        for name, analysis in analyses.items()
+    }
+    first = next(iter(wholes.values()))
+    coded = [key for key in CODE_TITLES if key in next(iter(first.values())).whole.code_bits]
+    paid = [key for key in CODE_TITLES if key in next(iter(first.values())).whole.payload_bits]
+    codes, payloads, notes = [], [], []
+    for name, formats in wholes.items():
+        code_rows, payload_rows = [], []
+        for title, sizes in formats.items():
+            whole, label = sizes.whole, f"{name}: {title}"
+            code_values = [whole.entropy_bits, *(whole.code_bits[key] for key in coded)]
+            code_rows.append((label, *(f"{bits / whole.numel:.3f}" for bits in code_values)))
+            payload_values = _per_entry(whole, whole.payload_bits, paid)
+            payload_rows.append(
+                (label, *(f"{bits:.3f}" for bits in payload_values), _percent(_excess(whole)))
+            )
+            if _excess(whole) > _WITHIN:
+                notes += [f"{label}: {line}" for line in _where_the_law_costs(sizes)]
+        codes.append(tuple(code_rows))
+        payloads.append(tuple(payload_rows))
+    return [
+        Table(
+            "Paper accounting, code bits per entry",
+            ("gradient: format", "entropy", *(CODE_TITLES[key] for key in coded)),
+            tuple(codes),
+            ("Bits of the codes alone: no code table, scale or header is counted.",),
+        ),
+        Table(
+            "True bits per entry, 8 * len(payload)",
+            ("gradient: format", *(CODE_TITLES[key] for key in paid), "GenNorm\n/ empirical"),
+            tuple(payloads),
+            ("One payload of all tensors, all counted (zstd: frame and scales).", *notes),
+        ),
+    ]
 
 
 def _fit_table(analysis: Analysis, by_size: Sequence[TensorFit]) -> Table:

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from co3_flower.analysis_report import Analysis, analyze, to_json
-from co3_flower.analysis_tables import Table, make_tables
+from co3_flower.analysis_tables import Table, make_summary, make_tables
 from co3_flower.codec import EncodedUpdate, encode_update
 from co3_flower.config import CodecConfig
 from co3_flower.container import decode_file, pack_file
+from co3_flower.errors import ConfigError
 from co3_flower.files import FileError, check_output, read_tensors, write_tensors
 from co3_flower.layout import Layout
 
@@ -54,11 +55,11 @@ def register(app: typer.Typer) -> None:
 
 def analyze_command(
     gradients: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
-            metavar="GRADIENTS.npz",
-            help="A gradient, one member per tensor, named gKKKK__<name> or <name>"
-            " (or a .safetensors file).",
+            metavar="GRADIENTS.npz...",
+            help="Gradients, one member per tensor, named gKKKK__<name> or <name>"
+            " (or .safetensors files).",
         ),
     ],
     formats: Annotated[
@@ -92,11 +93,15 @@ def analyze_command(
             " (needs matplotlib).",
         ),
     ] = None,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Print one row for each file and format, nothing else."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, all tensors included, instead of tables.")
     ] = False,
 ) -> None:
-    """Compare laws and codes on a gradient, as the papers do, tensor by tensor.
+    """Compare laws and codes on gradients, as the papers do, tensor by tensor.
 
     GRADIENTS.npz holds a member per tensor, named as the parameter or gKKKK__<parameter>, as
     co3 run saves them; a .safetensors file will do as well.
@@ -111,16 +116,27 @@ def analyze_command(
     ]
     if output is not None:
         _figures()  # before the work, not after it
-    tensors = strip_prefixes(read_tensors(gradients))
-    with _one_line_errors(gradients), _progress(tensors, len(configs)) as progress:
-        analysis = analyze(tensors, configs, _split(layers), progress)
-    tables = make_tables(analysis, largest)
+    if as_json and summary:
+        raise ConfigError("--json must come without --summary, got both")
+    names = _distinct_names(gradients)
+    loaded = [strip_prefixes(read_tensors(path)) for path in gradients]
+    analyses = {}
+    for name, path, tensors in zip(names, gradients, loaded, strict=True):
+        with _one_line_errors(path), _progress(tensors, len(configs)) as progress:
+            analysis = analyses[name] = analyze(tensors, configs, _split(layers), progress)
+        tables = make_tables(analysis, largest)
+        if not (as_json or summary):
+            _print_tables(f"{path}: {_extent(analysis)}", tables)
+        if output is not None:
+            folder = output if len(names) == 1 else output / name
+            _write_report(folder, path, tensors, analysis, tables)
     if as_json:
-        typer.echo(json.dumps(to_json(analysis), indent=2))
-    else:
-        _print_tables(gradients, analysis, tables)
+        found = [to_json(analysis) for analysis in analyses.values()]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+    if summary:
+        extents = [f"{name}: {_extent(analysis)}" for name, analysis in analyses.items()]
+        _print_tables("\n".join(extents), make_summary(analyses))
     if output is not None:
-        _write_report(output, gradients, tensors, analysis, tables)
         typer.echo(f"written to {output}", err=as_json)
 
 
@@ -253,12 +269,30 @@ def _progress(
         yield advance
 
 
-def _print_tables(path: Path, analysis: Analysis, tables: Sequence[Table]) -> None:
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return names for files: their stems where these differ, else the paths' last parts that do.
+
+    Examples
+    --------
+    >>> _distinct_names([Path("a/x.npz"), Path("b/x.npz")])
+    ['a-x', 'b-x']
+    """
+    parts = [(*path.parts[:-1], path.stem) for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(part[-count:]).replace("/", "") for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError("files must differ, got one of them twice")
+
+
+def _extent(analysis: Analysis) -> str:
+    return f"{len(analysis.fits)} tensors, {analysis.numel:,} entries"
+
+
+def _print_tables(head: str, tables: Sequence[Table]) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, _MIN_WIDTH) if console.is_terminal else _PIPE_WIDTH
-    console.print(
-        f"{path}: {len(analysis.fits)} tensors, {analysis.numel:,} entries\n", markup=False
-    )
+    console.print(f"{head}\n", markup=False)
     for table in tables:
         console.print(table.to_rich(console.width))
 
@@ -277,7 +311,7 @@ def _write_report(
             f"--output must be a folder, got {str(folder)!r} ({error.strerror})"
         ) from None
     (folder / "analysis.json").write_text(json.dumps(to_json(analysis), indent=2) + "\n")
-    head = f"{source.name}: {len(analysis.fits)} tensors, {analysis.numel:,} entries\n\n"
+    head = f"{source.name}: {_extent(analysis)}\n\n"
     (folder / "tables.md").write_text(
         head + "\n".join(table.to_markdown() for table in tables), encoding="utf-8"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 import zlib
@@ -17,7 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from co3_flower import CodecConfig, Layout, PayloadError, container, decode_update, encode_update
-from co3_flower.analysis_tables import Table
+from co3_flower.analysis_report import analyze
+from co3_flower.analysis_tables import Table, make_summary
 from co3_flower.cli import main, make_app
 from co3_flower.cli_tools import strip_prefixes
 from co3_flower.container import decode_file, pack_file, unpack_file
@@ -152,6 +154,40 @@ def test_members_that_are_not_all_prefixed_keep_their_names() -> None:
     assert list(strip_prefixes(tensors)) == ["g0000__a", "b"]
     twice = {"g0000__a": np.zeros(1), "g0001__a": np.zeros(1)}
     assert list(strip_prefixes(twice)) == ["g0000__a", "g0001__a"]
+
+
+def test_summary_has_a_row_for_each_file_and_format(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        conv = rng.laplace(size=(8, 8, 3, 3)).astype(np.float32)
+        np.savez(tmp_path / folder / "g.npz", **{"conv.weight": conv, "b": conv[0, 0, 0]})
+    files = [tmp_path / folder / "g.npz" for folder in ("one", "two")]
+    text = call("analyze", *files, "--format", "e2m1,e3m2", "--summary")
+    for label in ("one-g: E2M1", "one-g: E3M2", "two-g: E2M1", "two-g: E3M2"):
+        rows = re.findall(rf"^ {label}, scale mse +\d", text, re.MULTILINE)
+        assert len(rows) == 2  # in paper accounting and in true bits
+    assert "GenNorm\n" not in text
+    assert "Laws:" not in text
+
+
+def test_summary_counts_payloads(tmp_path: Path) -> None:
+    conv = np.random.default_rng(3).laplace(size=(8, 8, 3, 3)).astype(np.float32)
+    analysis = analyze({"conv.weight": conv}, [CodecConfig(format="e2m1")])
+    table = make_summary({"g": analysis})[1]
+    config = CodecConfig(format="e2m1", coder="rans", prior="empirical", structure="none")
+    bits = 8 * len(encode_update({"conv.weight": conv}, None, config).payload) / conv.size
+    assert table.sections[0][0][table.headers.index("rANS")] == f"{bits:.3f}"
+
+
+def test_same_file_twice_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, w=np.ones(9, np.float32))
+    code, text = complaint(monkeypatch, capsys, "analyze", path, path)
+    assert code == 2
+    assert "files must differ" in text
 
 
 # --- compress and decompress ----------------------------------------------------------------------
