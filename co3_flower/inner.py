@@ -189,7 +189,9 @@ def aggregate_inner(
         key = getattr(inner, "weighted_by_key", NUM_EXAMPLES)
         messages.append(stock_reply(reply.message, metrics | {key: weight}, ArrayRecord(dense)))
     try:
-        result, metric_record = inner.aggregate_train(server_round, messages)
+        # Krum's squared distances overflow where one client is far off; the result is checked
+        with np.errstate(over="ignore", invalid="ignore"):
+            result, metric_record = inner.aggregate_train(server_round, messages)
     except Exception as error:
         raise RoundError(
             f"inner strategy {name} must aggregate round {server_round}, got "

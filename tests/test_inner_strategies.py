@@ -154,6 +154,23 @@ def is_within(model: Arrays, bounds: dict[str, tuple[Any, Any]]) -> bool:
     )
 
 
+def poison_hugely(node: int, reply: Message) -> Message:
+    """Let one client send what only just is not refused: squares overflow float32."""
+    if node == BAD_NODE:
+        update = {name: np.full_like(value, 2.0**89) for name, value in initial_model().items()}
+        config = CodecConfig(scale="absmax")
+        reply.content["co3"]["payload"] = encode_update(update, None, config).payload
+    return reply
+
+
+@pytest.mark.parametrize("name", ROBUST)
+def test_hugely_poisoned_client_leaves_a_robust_inner_among_the_honest(name: str) -> None:
+    strategy = make_strategy(STOCK[name]())
+    models, grid = run(strategy, 2, tamper=poison_hugely)
+    assert strategy.failures == []
+    assert is_within(models[1], honest_range(models, grid))
+
+
 @pytest.mark.parametrize("name", ROBUST)
 def test_poisoned_client_leaves_a_robust_inner_among_the_honest(name: str) -> None:
     models, grid = run(make_strategy(STOCK[name]()), 20, tamper=poison)

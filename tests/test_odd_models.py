@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from localgrid import LocalGrid
+from test_inner_strategies import STOCK
 from tinyapp import arrays_of, record_of
 
 from co3_flower import (
@@ -25,6 +27,7 @@ from co3_flower import (
 from co3_flower.bitstream import chunk_size, lanes
 from co3_flower.huffman import HuffmanTables
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout
+from co3_flower.nodes import RoundError
 from co3_flower.payload import Parts, read_payload, write_payload
 from conftest import read_only
 
@@ -302,7 +305,7 @@ def shifting_app(after: Arrays) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"num-examples": 3})
+        metrics = MetricRecord({"num-examples": 3, "train-loss": 0.5})
         return Message(
             RecordDict({"arrays": record_of(after), "metrics": metrics}), reply_to=message
         )
@@ -350,6 +353,21 @@ def test_odd_model_goes_through_flower(
             np.testing.assert_array_equal(new[name], after[name], err_msg=name)
 
 
+@pytest.mark.parametrize("name", STOCK)
+def test_odd_model_goes_through_every_inner_strategy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # Flower's, after every array: minutes
+    after = {n: v + v.dtype.type(1) if is_float(v) else ~v for n, v in MODEL.items()}
+    strategy = make_strategy("none", inner=STOCK[name](), num_clients=7)
+    grid = LocalGrid(shifting_app(after), 7)
+    new = arrays_of(strategy.start(grid, record_of(MODEL), num_rounds=2).arrays)
+    assert strategy.failures == []
+    assert {n: (a.shape, a.dtype) for n, a in new.items()} == {
+        n: (a.shape, a.dtype) for n, a in MODEL.items()
+    }
+
+
 @pytest.mark.parametrize("make_app", APPS.values(), ids=APPS)
 def test_arrays_that_the_server_holds_are_not_changed(make_app: Any) -> None:
     record = record_of(MODEL)
@@ -389,15 +407,35 @@ def test_bfloat16_model_is_refused_by_flower_and_travels_as_float32() -> None:
         np.testing.assert_array_equal(new[name], value + 1)
 
 
-def test_numpy_client_may_return_torch_tensors() -> None:
+def returning(make: Callable[[tuple[int, ...]], Any]) -> ClientApp:
+    """A NumPyClient that returns what `make` makes of each parameter's shape."""
+
     class Client(CO3NumPyClient):
         def local_update(self, parameters: list[np.ndarray], config: Any) -> Any:
-            tensors = [torch.ones(p.shape, dtype=torch.bfloat16) for p in parameters]
-            return tensors, 3, {}
+            return [make(p.shape) for p in parameters], 3, {}
 
-    app = ClientApp(client_fn=lambda context: Client(context).to_client())
-    new = run(make_strategy(), app, {"w": NORMAL})
+    return ClientApp(client_fn=lambda context: Client(context).to_client())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda shape: torch.ones(shape, dtype=torch.bfloat16),
+        lambda shape: CudaTensor(torch.ones(shape)),
+        lambda shape: torch.ones(shape).to_sparse(),
+        lambda shape: np.ones(shape).tolist(),
+    ],
+    ids=["bfloat16", "GPU", "sparse", "list"],
+)
+def test_numpy_client_may_return_any_tensors(make: Any) -> None:
+    new = run(make_strategy(), returning(make), {"w": NORMAL})
     np.testing.assert_array_equal(new["w"], NORMAL + 1)
+
+
+def test_meta_tensor_of_a_numpy_client_is_a_named_failure() -> None:
+    app = returning(lambda shape: torch.ones(shape, device="meta"))
+    with pytest.raises(RoundError, match="TypeError: tensor must hold data, got one on the meta"):
+        run(make_strategy(), app, {"w": NORMAL})
 
 
 # Networks
