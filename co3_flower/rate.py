@@ -28,6 +28,7 @@ from co3_flower.stats import entropy_bits
 from co3_flower.tables import LAWS, CodeTables, Converted, choose_tables
 
 TOLERANCE = 0.0125  # of the size after a conversion
+LARGE_TOLERANCE = 0.0175  # where a conversion costs more and the code's size is known better
 MAX_CONVERSIONS = 6
 MAX_SMALL_CONVERSIONS = 12  # of an update so small that its sizes jump
 _FINEST = 2.0  # times the scale that a rule chooses: beyond, nearly all that is finer is clamped
@@ -208,18 +209,19 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
     full: dict[float, float] = {}  # factor -> size
     factor = last = _first_factor(measured, num_bytes, raw_bytes)
     is_small = measured.v.size < _SMALL
+    tolerance = (LARGE_TOLERANCE if measured.v.size >= _LARGE else TOLERANCE) * num_bytes
     for _ in range(MAX_SMALL_CONVERSIONS if is_small else MAX_CONVERSIONS):
         conversion, last = convert_at(measured, factor), factor
         full[factor] = _size(conversion, measured.plan, raw_bytes)
         best = min(full, key=lambda each: abs(full[each] - num_bytes))
-        if abs(full[best] - num_bytes) <= TOLERANCE * num_bytes:
+        if abs(full[best] - num_bytes) <= tolerance:
             break
         factor = _next_factor(measured, full, num_bytes, raw_bytes)
         if factor in full:
             break
     config = measured.config
     jumps = min(full.values()) < num_bytes < max(full.values())
-    if jumps and abs(full[best] - num_bytes) > TOLERANCE * num_bytes and config.prior in LAWS:
+    if jumps and abs(full[best] - num_bytes) > tolerance and config.prior in LAWS:
         by_counts = replace(measured, config=replace(config, prior="auto"))
         return convert_to_size(by_counts, num_bytes, raw_bytes)
     return conversion if best == last else convert_at(measured, best)

@@ -451,11 +451,11 @@ class CO3Strategy(Strategy):
             return
         roles = self._find_roles(arrays)
         least = least_payload_bytes(roles.like, roles.codec_config(self.codec, 1))
-        if target is not None and 8 * least >= target * roles.num_parameters:
+        zeros = 8 * least / max(1, roles.num_parameters)
+        if target is not None and target <= zeros:
             raise ConfigError(
-                "target_bits_per_parameter must be above "
-                f"{8 * least / max(1, roles.num_parameters):.3g}, which an update of zeros takes "
-                f"in this model, got {target!r}"
+                f"target_bits_per_parameter must be above {zeros:.3g}, which an update of zeros "
+                f"takes in this model, got {target!r}"
             )
         if self.uplink_budget_bytes is not None:
             self._budget = UplinkBudget(self.uplink_budget_bytes, num_rounds, least)
