@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from co3_flower import ConfigError
 from co3_flower.cli import make_app
 from conftest import REPOSITORY
+from sim.models import figure_layers
 from sim.report.page import PAGE_NAME, write_report
 from sim.report.runs import Run, Setting, group_by_setting, load_runs, lower_envelope
-from sim.report.saved import SavedGradients, count_layers, figure_layers, moments
+from sim.report.saved import SavedGradients, count_layers, moments
 from sim.settings import DEFAULTS, Settings
 from sim.worker import run_point
 

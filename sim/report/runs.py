@@ -30,6 +30,7 @@ CODEC_KEYS = (
     "min-numel",
     "structure",
     "target-bits-per-parameter",
+    "uplink-budget-mb",
 )
 
 

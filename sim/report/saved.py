@@ -1,7 +1,7 @@
 """What a run's saved gradients say: moments, laws, distances and sizes of its layers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co3_flower.analysis import Sizes, TensorFit, fit_tensor, measure_tensor
-from co3_flower.analysis_report import choose_groups
 from co3_flower.config import CodecConfig
 from co3_flower.files import read_tensors
 from sim.capture import saved_rounds
-from sim.models import FIGURE_LAYERS
+from sim.models import figure_layers
 from sim.report.runs import Run
 from sim.settings import Settings
 
@@ -114,31 +113,6 @@ class SavedGradients:
                 for name, x in residual.items()
             ]
         return found
-
-
-def figure_layers(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the convolutions that the figures show: title -> name of the tensor.
-
-    The papers' upper, middle and lower layer where the network is one of theirs, else the first,
-    middle and last convolution.
-
-    Examples
-    --------
-    >>> figure_layers("cnn", {"a": (8, 3, 3, 3), "b": (8, 8, 3, 3), "c": (10,)})
-    {'upper: a': 'a', 'lower: b': 'b'}
-    """
-    places = ("upper", "middle", "lower")
-    if model in FIGURE_LAYERS:
-        named = FIGURE_LAYERS[model].items()
-        return {f"{place}: {t}": name for place, (t, name) in zip(places, named, strict=True)}
-    groups = choose_groups(shapes, [])
-    chosen = {title.partition(" ")[0]: names[0] for title, names in groups.items()}
-    distinct: dict[str, str] = {}
-    for place in ("upper", "lower", "middle"):
-        name = chosen.get(place)
-        if name is not None and f": {name}" not in "".join(f": {n}" for n in distinct.values()):
-            distinct[place] = name
-    return {f"{place}: {distinct[place]}": distinct[place] for place in places if place in distinct}
 
 
 def moments(x: Array) -> Moments:
