@@ -34,7 +34,7 @@ FormatOption = Annotated[
     str,
     typer.Option("--format", metavar="NAME", help="e<E>m<M>, e2m1fn, e3m2fn, e2m3fn or e4m3fn."),
 ]
-ScaleOption = Annotated[str, typer.Option("--scale", help="mse, std, absmax or unit.")]
+ScaleOption = Annotated[str, typer.Option("--scale", help="mse, std, absmax, unit or paper.")]
 MultiplierOption = Annotated[
     float, typer.Option("--scale-multiplier", help="Factor on the scale; below 1: fewer bits.")
 ]

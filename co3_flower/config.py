@@ -13,6 +13,7 @@ from co3_flower.errors import ConfigError
 from co3_flower.formats import FloatFormat
 
 SCALES = kernels.RULES
+PAPER_FORMAT = "e2m1"  # what the papers' scale rule is made for
 PRIORS = ("gennorm", "norm", "laplace", "empirical", "auto")
 CODERS = ("huffman", "rans")
 STRUCTURES = ("auto", "none")
@@ -30,7 +31,9 @@ class CodecConfig:
     gamma : float
         Decay in [0, 1] of the residual that joins the next update.
     scale : str
-        ``mse`` (least mean squared error under the fitted law), ``std``, ``absmax`` or ``unit``.
+        ``mse`` (least mean squared error under the fitted law), ``std``, ``absmax``, ``unit``, or
+        ``paper`` (the CO3 authors' rule, for e2m1 only: a polynomial in beta over alpha, near the
+        optimum for beta in 0.5 to 2 and far from it below 0.4).
     scale_multiplier : float
         Positive factor on the scale; below 1 cells are coarser and fewer bits go up. The scale
         follows the spread of the update plus its residual: far below 1 and with gamma near 1 the
@@ -89,6 +92,11 @@ class CodecConfig:
         FloatFormat.parse(self.format)
         _check_number("gamma", self.gamma, "in [0, 1]", lambda x: 0.0 <= x <= 1.0)
         _check_choice("scale", self.scale, SCALES)
+        if self.scale == "paper" and self.float_format.name != PAPER_FORMAT:
+            raise ConfigError(
+                f"format must be {PAPER_FORMAT!r} with scale 'paper', got {self.format!r}; "
+                "use scale='mse'"
+            )
         _check_number(
             "scale_multiplier",
             self.scale_multiplier,

@@ -136,7 +136,8 @@ def choose_scale(
         Target format.
     rule : str
         ``mse``: least mean squared error under the fitted generalized normal law; ``std``: 1 /
-        sqrt(mean x**2); ``absmax``: the largest |x| lands on the largest value; ``unit``: 1.
+        sqrt(mean x**2); ``absmax``: the largest |x| lands on the largest value; ``unit``: 1;
+        ``paper``: a polynomial in beta over alpha, the CO3 authors' fit for e2m1.
     multiplier : float
         Factor on top; below 1 it makes cells coarser.
 

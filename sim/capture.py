@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from co3_flower import ConfigError, decode_update
 from co3_flower.client import SentUpdate
-from co3_flower.files import write_tensors
+from co3_flower.files import read_tensors, write_tensors
 from co3_flower.records import client_id
+from sim.models import figure_layers
 from sim.settings import Settings
 
 FOLDER = "gradients"
@@ -79,6 +80,24 @@ def saved_rounds(run_dir: Path) -> dict[int, Path]:
     found = sorted((run_dir / FOLDER).glob(f"round-*.{KINDS[0]}.npz"))
     bases = [path.with_name(path.name.partition(".")[0]) for path in found]
     return {int(base.name.removeprefix("round-")): base for base in bases}
+
+
+def read_layers(base: Path, model: str) -> dict[str, NDArray[np.float32]]:
+    """Return the layers that figures show out of one mean: "gradient/upper: ..." -> entries.
+
+    Parameters
+    ----------
+    base : Path
+        As `saved_rounds` gives it.
+    model : str
+        The network's name.
+    """
+    found = {}
+    for kind in KINDS:
+        tensors = read_tensors(base.with_name(f"{base.name}.{kind}.npz"))
+        layers = figure_layers(model, {name: x.shape for name, x in tensors.items()})
+        found |= {f"{kind}/{title}": tensors[name] for title, name in layers.items()}
+    return found
 
 
 def _add(base: Path, sent: SentUpdate) -> None:

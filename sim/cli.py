@@ -1,4 +1,4 @@
-"""The commands that a checkout adds to `co3`: `co3 run`, `co3 sweep`."""
+"""The commands that a checkout adds to `co3`: `co3 run`, `co3 sweep`, `co3 report`."""
 
 import importlib.util
 import os
@@ -158,6 +158,33 @@ def register(app: typer.Typer, root: Path) -> None:
         sweep_dir, points = resolve_points(config, override or [], Path.cwd())
         table = run_sweep(root, sweep_dir, points, jobs, Console())
         typer.echo(f"run-dir  {sweep_dir}\n\n{table}")
+
+    @app.command("report")
+    def report(
+        run_dirs: Annotated[
+            list[Path],
+            typer.Argument(metavar="RUN_DIR...", help="Folders of runs or of sweeps."),
+        ],
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                "--output",
+                metavar="DIR",
+                help="Folder of the report (default: RUN_DIR/report, for several ./report).",
+            ),
+        ] = None,
+    ) -> None:
+        """Draw what runs have left: one page that needs no network, and its figures.
+
+        Accuracy and loss against R with their lower envelope, accuracy over rounds, tables of
+        networks and runs; where gradients were saved (save-gradients-every), their histograms,
+        laws, distances, kurtosis, coded sizes and residuals. Writes DIR/report.html and
+        DIR/figures/*.png and *.svg.
+        """
+        from sim.report.page import write_report  # torch and matplotlib: seconds
+
+        folder = output or (run_dirs[0] if len(run_dirs) == 1 else Path.cwd()) / "report"
+        typer.echo(write_report(run_dirs, folder))
 
 
 def resolve_settings(

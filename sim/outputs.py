@@ -4,7 +4,7 @@ config.json    the run-config, an experiment-id, versions
 rounds.jsonl   one line per round, `ROUND_KEYS`
 summary.json   accuracy, R, rates; status "completed" or "failed" with the reason
 model.npz      the last model, one member per tensor
-events...      the same numbers for TensorBoard
+events...      the same numbers for TensorBoard, and histograms of saved gradients
 """
 
 import contextlib
@@ -141,6 +141,13 @@ class RunFolder:
             if key != "server_round" and value is not None:
                 self._events.add_scalar(key, value, row["server_round"])
         self._events.flush()
+
+    def add_histograms(self, server_round: int, tensors: Mapping[str, np.ndarray]) -> None:
+        """Add histograms of tensors' entries to the TensorBoard events, after a first round."""
+        with _named(self.path):
+            for name, entries in tensors.items():
+                self._events.add_histogram(name, entries, server_round)
+            self._events.flush()
 
     def finish(self, model: Mapping[str, np.ndarray], num_parameters: int | None) -> Row:
         """Write model.npz and the summary of a completed run, and return the summary.

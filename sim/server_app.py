@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import (
 
 from co3_flower import CO3Strategy
 from co3_flower.nodes import RoundError
-from sim.capture import finish_means
+from sim.capture import finish_means, read_layers, saved_rounds
 from sim.data import ImageData, check_shares, load_data
 from sim.models import build_model, check_image_size
 from sim.outputs import RunFolder, default_run_dir, format_table, round_row
@@ -123,6 +123,8 @@ def train(
     initial = ArrayRecord(net.state_dict())
     net.to(device)
 
+    shown: set[int] = set()  # saved gradients in the TensorBoard events
+
     def finish_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         score: Score | None = None
         if is_evaluated(server_round, settings.num_server_rounds, settings.eval_every):
@@ -130,6 +132,10 @@ def train(
             score = evaluate(net, data.test, device)
         record = strategy.history[-1] if server_round > 0 else None
         folder.add_round(round_row(server_round, record, score))
+        for number, base in saved_rounds(folder.path).items():
+            if number not in shown:
+                folder.add_histograms(number, read_layers(base, settings.model))
+                shown.add(number)
         if score is None:
             return None
         return MetricRecord({"accuracy": score.accuracy, "loss": score.loss})

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from co3_flower import CodecConfig, ConfigError, encode_update
@@ -21,6 +22,7 @@ from sim.worker import run_point
 
 CONFIG = CodecConfig(format="e2m1", gamma=0.5, buffers=("norm.running_mean",), raw=("count",))
 NAMES = ("weight", "bias")
+LAYERS = ("upper: features.0.weight", "middle: features.4.weight", "lower: features.8.weight")
 
 
 def context(run_dir: Path | str, client: int = 0, **run_config: Any) -> Context:
@@ -125,6 +127,14 @@ def test_saved_gradients_of_a_run_cost_no_bits_and_are_analyzed(tmp_path: Path) 
         assert ours[key] == other[key]
     assert list(saved_rounds(tmp_path / "with")) == [2, 3]
     assert not (tmp_path / "without" / "gradients").exists()
+
+    events = EventAccumulator(str(tmp_path / "with"), size_guidance={"histograms": 0})
+    events.Reload()
+    tags = set(events.Tags()["histograms"])
+    assert tags == {f"{kind}/{layer}" for kind in KINDS for layer in LAYERS}
+    shown = events.Histograms("decoded/lower: features.8.weight")
+    assert [entry.step for entry in shown] == [2, 3]
+    assert shown[0].histogram_value.num == 64 * 128 * 9
 
     path = tmp_path / "with" / "gradients" / "round-00002.compensated.npz"
     result = CliRunner().invoke(make_app(None), ["analyze", str(path), "--json"])

@@ -34,7 +34,7 @@ from co3_flower.layout import Layout
 from co3_flower.quantize import choose_scale, quantize
 from conftest import REPOSITORY, draw_gennorm, read_only
 
-SCALES = ("mse", "std", "absmax", "unit")
+SCALES = ("mse", "std", "absmax", "unit")  # those for every format
 PRIORS = ("gennorm", "norm", "laplace", "empirical", "auto")
 
 Arrays = dict[str, np.ndarray]

@@ -84,7 +84,7 @@ BAD_SETTINGS = [
 ]
 
 CHOICES = {
-    "scale": ("mse", "std", "absmax", "unit"),
+    "scale": ("mse", "std", "absmax", "unit", "paper"),
     "prior": ("gennorm", "norm", "laplace", "empirical", "auto"),
     "coder": ("huffman",),
     "structure": ("auto", "none"),

@@ -15,6 +15,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import naive
+from co3_flower import (
+    CodecConfig,
+    ConfigError,
+    decode_update,
+    encode_update,
+    fit_gennorm,
+    kernels,
+)
 from co3_flower.formats import FloatFormat
 from co3_flower.quantize import choose_scale, dequantize, quantize
 from conftest import REPOSITORY
@@ -375,3 +383,40 @@ def test_scale_does_not_depend_on_the_order_of_the_entries(
     assert choose_scale(rng.permutation(heavy_tail), fmt, rule) == choose_scale(
         heavy_tail, fmt, rule
     )
+
+
+@pytest.mark.parametrize(
+    ("beta", "scale_times_alpha"),
+    [  # 0.46 - 2.85 b + 5.37 b**2 - 2.85 b**3 + 0.52 b**4, worked out by hand
+        (0.5, 0.46 - 1.425 + 1.3425 - 0.35625 + 0.0325),
+        (1.0, 0.65),
+        (2.0, 0.46 - 5.7 + 21.48 - 22.8 + 8.32),
+    ],
+)
+def test_paper_scale_is_the_authors_polynomial(beta: float, scale_times_alpha: float) -> None:
+    assert kernels.paper_polynomial(beta) == pytest.approx(scale_times_alpha, abs=1e-12)
+    fmt, x = FloatFormat.parse("e2m1"), gennorm_quantiles(beta)
+    fit = fit_gennorm(x)
+    wanted = kernels.paper_polynomial(fit.beta) / fit.alpha
+    assert choose_scale(x, fmt, "paper") == pytest.approx(wanted, rel=1e-6)
+    best = normalized_error(x, choose_scale(x, fmt, "mse"), fmt)
+    assert normalized_error(x, choose_scale(x, fmt, "paper"), fmt) < 1.35 * best
+
+
+def test_paper_scale_is_positive_for_every_beta() -> None:
+    betas = np.geomspace(kernels.MIN_BETA, kernels.MAX_BETA, 10_000)
+    assert min(kernels.paper_polynomial(beta) for beta in betas) > 0.005
+
+
+def test_paper_scale_is_for_e2m1_only() -> None:
+    with pytest.raises(ConfigError, match="format must be 'e2m1' with scale 'paper', got 'e5m2'"):
+        CodecConfig(format="e5m2", scale="paper")
+
+
+def test_paper_scale_makes_payloads_that_decode(heavy_tail: np.ndarray) -> None:
+    encoded = encode_update({"w": heavy_tail}, None, CodecConfig(format="e2m1", scale="paper"))
+    decoded = decode_update(encoded.payload, like={"w": heavy_tail})
+    np.testing.assert_allclose(decoded["w"] + encoded.residual["w"], heavy_tail, rtol=1e-6)
+    fit = fit_gennorm(heavy_tail)
+    wanted = kernels.paper_polynomial(fit.beta) / fit.alpha
+    assert encoded.stats.tensors[0].scale == pytest.approx(wanted, rel=1e-6)

@@ -5,11 +5,12 @@ initial weights, and BatchNorm's epsilon, momentum and running statistics. `FIGU
 convolutions that the papers' figures look at.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from co3_flower import ConfigError
+from co3_flower.analysis_report import choose_groups
 from sim.models.cnn import SmallCNN
 from sim.models.densenet import make_densenet121
 from sim.models.nasnet import NASNetMobile
@@ -89,3 +90,28 @@ def check_image_size(name: str, size: tuple[int, ...]) -> None:
             f"model {name!r} must get images of at least {smallest} pixels a side, got"
             f" {min(size)}; choose another model or dataset"
         )
+
+
+def figure_layers(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the convolutions that the figures show: title -> name of the tensor.
+
+    The papers' upper, middle and lower layer where the network is one of theirs, else the first,
+    middle and last convolution.
+
+    Examples
+    --------
+    >>> figure_layers("cnn", {"a": (8, 3, 3, 3), "b": (8, 8, 3, 3), "c": (10,)})
+    {'upper: a': 'a', 'lower: b': 'b'}
+    """
+    places = ("upper", "middle", "lower")
+    if model in FIGURE_LAYERS:
+        named = FIGURE_LAYERS[model].items()
+        return {f"{place}: {t}": name for place, (t, name) in zip(places, named, strict=True)}
+    groups = choose_groups(shapes, [])
+    chosen = {title.partition(" ")[0]: names[0] for title, names in groups.items()}
+    distinct: dict[str, str] = {}
+    for place in ("upper", "lower", "middle"):
+        name = chosen.get(place)
+        if name is not None and f": {name}" not in "".join(f": {n}" for n in distinct.values()):
+            distinct[place] = name
+    return {f"{place}: {distinct[place]}": distinct[place] for place in places if place in distinct}
