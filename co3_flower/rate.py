@@ -189,8 +189,9 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
 
     Of several such factors it is the one of the coarsest cells. Where no factor does, the nearest
     size is taken: the smallest one, with all symbols 0, or about the largest one that the format
-    reaches. Where tables by a law, which may fit badly, let the size jump over the wanted one, the
-    tables are chosen as by prior ``auto``.
+    reaches. Where the size jumps over the wanted one, tables are chosen as by prior ``auto`` (a law
+    may fit badly), and if that does not do, one for each tensor (row and column factors come and
+    go).
 
     Parameters
     ----------
@@ -221,9 +222,16 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
             break
     config = measured.config
     jumps = min(full.values()) < num_bytes < max(full.values())
-    if jumps and abs(full[best] - num_bytes) > tolerance and config.prior in LAWS:
-        by_counts = replace(measured, config=replace(config, prior="auto"))
-        return convert_to_size(by_counts, num_bytes, raw_bytes)
+    steadier = None
+    if jumps and abs(full[best] - num_bytes) > tolerance:
+        if config.prior in LAWS:
+            steadier = replace(config, prior="auto")
+        elif config.structure == "auto":
+            steadier = replace(config, structure="none")
+    if steadier is not None:
+        other = convert_to_size(replace(measured, config=steadier), num_bytes, raw_bytes)
+        if abs(_size(other, measured.plan, raw_bytes) - num_bytes) < abs(full[best] - num_bytes):
+            return other
     return conversion if best == last else convert_at(measured, best)
 
 

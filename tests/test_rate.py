@@ -344,3 +344,18 @@ def test_residual_stays_bounded_where_the_format_saturates(rng: np.random.Genera
         ).residual
         norms.append(np.linalg.norm(residual["w"]) / np.linalg.norm(update["w"]))
     assert max(norms) < 4.0
+
+
+@pytest.mark.parametrize("target", [0.05, 0.1])
+def test_small_matrix_meets_a_low_target_in_rounds_of_feedback(
+    rng: np.random.Generator, target: float
+) -> None:
+    """Row and column factors come and go there; each is a jump in size."""
+    spread = 2.0 ** rng.normal(size=(200, 1))
+    gradient = {"w": (rng.laplace(size=(200, 300)) * spread).astype(np.float32)}
+    config, residual = with_target(target, coder="rans", gamma=0.9), None
+    for server_round in range(40):
+        encoded = encode_update(gradient, residual, config)
+        residual = encoded.residual
+        if server_round >= 20:
+            assert abs(encoded.stats.bits_per_parameter / target - 1) < 0.05
