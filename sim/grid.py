@@ -58,14 +58,14 @@ class InProcessGrid(Grid):
         run_config: Mapping[str, Value] | None = None,
     ) -> None:
         take_identity()
-        self._app = app
         self._replies: dict[str, Message] = {}
-        self._contexts = {
+        self.contexts = {
             FIRST_NODE + i: make_context(
                 FIRST_NODE + i, {"partition-id": i, "num-partitions": num_nodes}, run_config or {}
             )
             for i in range(num_nodes)
         }
+        self.apps = dict.fromkeys(self.contexts, app)
 
     def set_run(self, run: Any) -> None:
         """Do nothing: there is one run."""
@@ -81,7 +81,7 @@ class InProcessGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         """Return the ids of all nodes."""
-        return list(self._contexts)
+        return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Let each node answer at once."""
@@ -102,14 +102,15 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message:
-        assert self._app is not None
         node = message.metadata.dst_node_id
+        app = self.apps[node]
+        assert app is not None
         received = Message(  # its own RecordDict: an app may take records out
             RecordDict(dict(message.content)), node, message.metadata.message_type
         )
         received.__dict__["_metadata"] = message.metadata
         try:
-            return self._app(received, self._contexts[node])
+            return app(received, self.contexts[node])
         except Exception as error:
             reason = f"{type(error)}:<{str(error)!r}>"
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)

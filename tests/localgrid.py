@@ -1,22 +1,20 @@
-"""A Grid that calls ClientApps in this process, one Context per node: rounds in milliseconds."""
+"""The in-process grid of sweeps, for tests: apps that differ, replies shuffled, changed or lost."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
 
-FIRST_NODE = 1000  # node ids are large in Flower; client-ids here are 0, 1, ...
-CLIENT_RAISED = 2  # Flower's error code
+from sim.grid import CLIENT_RAISED, FIRST_NODE, InProcessGrid, identify, make_context
+
+__all__ = ["CLIENT_RAISED", "FIRST_NODE", "LocalGrid", "is_train"]
 
 
-class LocalGrid(Grid):
+class LocalGrid(InProcessGrid):
     """Run each message's ClientApp at once; replies come back shuffled by ``shuffle_seed``.
 
     ``apps`` is one app for all nodes or one per node. ``tamper(node_id, reply)`` may change a
@@ -33,17 +31,10 @@ class LocalGrid(Grid):
         shuffle_seed: int | None = None,
         tamper: Callable[[int, Message], Message | None] | None = None,
     ) -> None:
-        # a Message asks the running task for its ids; outside Flower's processes there is none
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        super().__init__(0)
         configs = node_configs or [{"partition-id": i} for i in range(num_nodes)]
         self.contexts = {
-            FIRST_NODE + i: Context(
-                run_id=1,
-                node_id=FIRST_NODE + i,
-                node_config=dict(config),
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
+            FIRST_NODE + i: make_context(FIRST_NODE + i, config, run_config or {})
             for i, config in enumerate(configs)
         }
         apps = [apps] * num_nodes if isinstance(apps, ClientApp) else list(apps)
@@ -52,56 +43,26 @@ class LocalGrid(Grid):
         self.tamper = tamper
         self.train_replies: list[Message] = []
         self.sent: list[Message] = []
-        self._replies: dict[str, Message] = {}
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Any:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
-
-    def get_node_ids(self) -> list[int]:
-        return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
-            ids.append(message.metadata.message_id)
+            ids.append(identify(message))
             self.sent.append(message)
-            if (reply := self._answer(message)) is not None:
-                self._replies[message.metadata.message_id] = reply
+            reply: Message | None = self._answer(message)
+            if self.tamper and is_train(message):
+                reply = self.tamper(message.metadata.dst_node_id, reply)
+            if reply is not None:
+                self._replies[ids[-1]] = reply
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        found = [self._replies.pop(i) for i in message_ids if i in self._replies]
+        found = super().pull_messages(message_ids)
         if self.rng is not None:
             found = [found[i] for i in self.rng.permutation(len(found))]
         trained = {m.metadata.message_id for m in self.sent if is_train(m)}
         self.train_replies += [m for m in found if m.metadata.reply_to_message_id in trained]
         return found
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
-        return self.pull_messages(self.push_messages(messages))
-
-    def _answer(self, message: Message) -> Message | None:
-        node = message.metadata.dst_node_id
-        received = Message(  # a copy with its own RecordDict: apps may take records out
-            RecordDict(dict(message.content)), node, message.metadata.message_type
-        )
-        received.__dict__["_metadata"] = message.metadata
-        try:
-            reply = self.apps[node](received, self.contexts[node])
-        except Exception as error:
-            reason = f"{type(error)}:<'{error}'>"
-            reply = Message(Error(CLIENT_RAISED, reason), reply_to=message)
-        return self.tamper(node, reply) if self.tamper and is_train(message) else reply
 
 
 def is_train(message: Message) -> bool:
