@@ -43,6 +43,7 @@ BAD: dict[str, list[Any]] = {
     "partition": ["", "IID", "shards"],
     "dirichlet-alpha": [0.0, -1.0],
     "model": ["", "vgg"],
+    "augment": [],  # both values are good
     "batch-size": [1, 0, -1],
     "local-steps": [0, -1],
     "local-epochs": [-1],
