@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout, as_arrays
-from co3_flower.memory import residual_store
+from co3_flower.memory import ScaleStore, residual_store
 from co3_flower.records import (
     ARRAYS,
     CLIENT_ID,
@@ -291,6 +291,7 @@ class _Sender:
     def __init__(self, context: Context, settings: TrainSettings, roles: TensorRoles) -> None:
         self._context, self._settings, self._roles = context, settings, roles
         self._store = residual_store(context, settings)
+        self._scales = ScaleStore(context, settings.codec.scale_refit_every)
         self._digest = b""
         self._encoded: EncodedUpdate | None = None
 
@@ -317,6 +318,7 @@ class _Sender:
                 self._store.load(self._digest),
                 config,
                 max_payload_bytes=self._settings.max_payload_bytes or None,
+                scales=self._scales.load(self._settings.server_round, self._digest),
             )
         seconds = time.perf_counter() - start
         encoded = self._encoded
@@ -329,8 +331,15 @@ class _Sender:
         )
 
     def save(self) -> EncodedUpdate:
-        """Keep the residual for the next round, and return what was encoded."""
+        """Keep scales and residual for the next round, and return what was encoded."""
         assert self._encoded is not None
+        if self._settings.compressor != "none":
+            scales = {
+                row.name: row.scale
+                for row in self._encoded.stats.tensors
+                if row.name in self._roles.trainable and row.zero_fraction < 1
+            }
+            self._scales.save(scales, self._settings.server_round, self._digest)
         if self._encoded.residual:
             self._store.save(self._encoded.residual, self._settings.server_round, self._digest)
         return self._encoded

@@ -37,6 +37,7 @@ from co3_flower.payload import (
     Parts,
     num_raw_bytes,
     read_payload,
+    scale_limits,
     write_payload,
 )
 from co3_flower.quantize import kernel_format, rule_table
@@ -74,6 +75,7 @@ def encode_update(
     residual: Mapping[str, NDArray[np.float32]] | None,
     config: CodecConfig,
     max_payload_bytes: int | None = None,
+    scales: Mapping[str, float] | None = None,
 ) -> EncodedUpdate:
     """Convert, correct and compress a client's update into one payload.
 
@@ -90,6 +92,9 @@ def encode_update(
         A larger payload is made to fit by coarser cells, as for a target; where that cannot be, it
         becomes a zero update whose residual is the whole compensated update. A zero update has a
         size of its own, `least_payload_bytes`, which is not cut.
+    scales : mapping of str to float, optional
+        Scales of coded tensors by name, float32, to be used as they are; the other tensors get
+        theirs from the rule. A payload that is made to fit has other ones.
 
     Returns
     -------
@@ -104,7 +109,8 @@ def encode_update(
         If the target leaves no room beside header, scales and raw tensors.
     ValueError
         If a float tensor (or its compensated form) holds NaN or infinity, a selected name is
-        missing, or the residual does not fit the update.
+        missing, the residual does not fit the update, or a scale is given that no payload may
+        have, for a tensor that is not coded, or beside a target.
 
     Examples
     --------
@@ -127,7 +133,8 @@ def encode_update(
     kinds = _choose_kinds(layout, config)
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(arrays, layout, plan)
-    whole = _Update(arrays, residual, layout, plan, config, sum(map(len, raw)))
+    given = _given_scales(scales, layout, plan, config)
+    whole = _Update(arrays, residual, layout, plan, config, sum(map(len, raw)), given)
     if config.target_bits_per_parameter is None or plan.offsets[plan.num_coded] == 0:
         conversion = _convert(whole)
     else:
@@ -189,7 +196,8 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
     config = CodecConfig()
     plan = layout.plan(kinds, config.min_numel)
     raw = _raw_bytes(arrays, layout, plan)
-    nothing = _convert(_Update(arrays, None, layout, plan, config, sum(map(len, raw))))
+    given = _given_scales(None, layout, plan, config)
+    nothing = _convert(_Update(arrays, None, layout, plan, config, sum(map(len, raw)), given))
     payload, stats = _compress(layout, plan, config, nothing, raw, SCHEME_NONE)
     return EncodedUpdate(payload, {}, stats)
 
@@ -380,6 +388,7 @@ class _Update:
     plan: Plan
     config: CodecConfig
     raw_bytes: int
+    given: NDArray[np.float32]  # minus the scale of each coded tensor; 1 where the rule chooses
 
     @property
     def target_bytes(self) -> float:
@@ -433,6 +442,26 @@ class _Update:
         return Conversion(rest, symbols, coded, buffers, choices)
 
 
+def _given_scales(
+    scales: Mapping[str, float] | None, layout: Layout, plan: Plan, config: CodecConfig
+) -> NDArray[np.float32]:
+    """Check scales that are given, and return them as `_Update` holds them."""
+    given = np.ones(plan.num_coded, np.float32)
+    if not scales:
+        return given
+    if config.target_bits_per_parameter is not None:
+        raise ValueError("scales must be None with a target, which finds them")
+    position = {layout.names[i]: j for j, i in enumerate(plan.order[: plan.num_coded])}
+    least, most = scale_limits(config.float_format)
+    for name, scale in scales.items():
+        if name not in position:
+            raise ValueError(f"scales must be of coded tensors, got one of {name!r}")
+        if not least <= scale <= most:
+            raise ValueError(f"scale must be in [{least:g}, {most:g}], got {scale!r} of {name!r}")
+        given[position[name]] = -np.float32(scale)
+    return given
+
+
 def _convert(update: _Update) -> Conversion:
     """Convert at the scales that the settings say."""
     plan, config = update.plan, update.config
@@ -440,6 +469,7 @@ def _convert(update: _Update) -> Conversion:
     sizes = np.diff(plan.offsets)
     coded = Converted.empty(config.float_format, sizes[: plan.num_coded])
     buffers = Converted.empty(BUFFER_FORMAT, sizes[plan.num_coded :])
+    coded.scales[:] = update.given
     symbols = np.empty(v.size, np.uint8)
 
     def convert_group(group: Converted, start: int, rule: str, multiplier: float) -> None:

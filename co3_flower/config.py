@@ -63,6 +63,9 @@ class CodecConfig:
         made at most twice as fine, as beyond that more is clamped than gained.
     num_threads : int
         Threads that encode; the bytes do not depend on it.
+    scale_refit_every : int
+        Rounds for which a client of a CO3Strategy keeps the scales that the rule has chosen; 1
+        chooses in every round. (`encode_update` alone takes them as ``scales``.)
 
     Raises
     ------
@@ -87,6 +90,7 @@ class CodecConfig:
     buffers: Sequence[str | int] = ()
     target_bits_per_parameter: float | None = None
     num_threads: int = 1
+    scale_refit_every: int = 1
 
     def __post_init__(self) -> None:
         FloatFormat.parse(self.format)
@@ -107,12 +111,13 @@ class CodecConfig:
         _check_choice("coder", self.coder, CODERS)
         _check_choice("structure", self.structure, STRUCTURES)
         _check_integer("min_numel", self.min_numel, 1, 2**32 - 1)
+        _check_integer("scale_refit_every", self.scale_refit_every, 1, 2**31 - 1)
         _check_integer("num_threads", self.num_threads, 1, 1024)
         for setting in ("raw", "buffers"):
             object.__setattr__(self, setting, _as_selection(setting, getattr(self, setting)))
         for setting in ("gamma", "scale_multiplier"):
             object.__setattr__(self, setting, float(getattr(self, setting)))
-        for setting in ("min_numel", "num_threads"):
+        for setting in ("min_numel", "scale_refit_every", "num_threads"):
             object.__setattr__(self, setting, int(getattr(self, setting)))
         if self.target_bits_per_parameter is not None:
             self._check_target()
@@ -133,6 +138,11 @@ class CodecConfig:
             raise ConfigError(
                 f"{name} must be above 1 with coder 'huffman', which spends at least one bit a "
                 f"symbol, got {target!r}; use coder='rans'"
+            )
+        if self.scale_refit_every != 1:
+            raise ConfigError(
+                "scale_refit_every must be 1 with a target, which finds the scales in every round, "
+                f"got {self.scale_refit_every}"
             )
         if self.scale_multiplier != 1.0:
             raise ConfigError(

@@ -634,10 +634,10 @@ def convert_tensors(
     """Compensate, fit, scale and convert tensors first..last-1 of v, which becomes the residual.
 
     v is flat float32; `residual` is flat like it, or empty in the first round. Per tensor: scales
-    float32, fits float64 [5] (alpha, beta, zero fraction, alpha of the Laplace law, alpha of the
-    normal law), counts int64 [K], sums float64 [4] (|g|, v**2, m'**2, |m'|), events int64 [3]
-    (saturated, underflowed, not finite). A tensor with an entry that is not finite is compensated
-    and counted, no more.
+    float32 (where one is below 0, minus it is given and not chosen by the rule), fits float64 [5]
+    (alpha, beta, zero fraction, alpha of the Laplace law, alpha of the normal law), counts int64
+    [K], sums float64 [4] (|g|, v**2, m'**2, |m'|), events int64 [3] (saturated, underflowed, not
+    finite). A tensor with an entry that is not finite is compensated and counted, no more.
     """
     v_bits = v.view(np.uint32)
     histogram = np.zeros((4, 256 << COARSE_BITS), np.uint32)
@@ -664,9 +664,12 @@ def convert_tensors(
         fits[t, 0], fits[t, 1] = alpha, beta
         fits[t, 2] = zeros / (end - begin) if end > begin else 1.0
         fits[t, 3], fits[t, 4] = histogram_moments(folded, low, high)
-        scale = pick_scale(
-            v[begin:end], rule, multiplier, alpha, beta, folded, low, high, fmt, table
-        )
+        if scales[t] < 0:
+            scale = -scales[t]
+        else:
+            scale = pick_scale(
+                v[begin:end], rule, multiplier, alpha, beta, folded, low, high, fmt, table
+            )
         scales[t] = scale
         for start in range(begin, end, BLOCK):
             stop = min(end, start + BLOCK)

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -29,6 +29,7 @@ from co3_flower.records import ClientId, TrainSettings, client_id, values_of
 logger = logging.getLogger("flwr.co3")
 
 RESIDUAL = "co3.residual"  # ArrayRecord in context.state, keyed as the update
+SCALES = "co3.scales"  # ConfigRecord in context.state: scales of an earlier round
 STATE = "co3.state"  # ConfigRecord in context.state: round and layout digest
 FILE_VERSION = 1
 FILE_MAGIC = b"CO3M"
@@ -103,6 +104,50 @@ class ContextStore:
         record = ArrayRecord({name: Array(np.asarray(value)) for name, value in residual.items()})
         self._state[RESIDUAL] = record
         self._state[STATE] = ConfigRecord({"server-round": server_round, "digest": digest})
+
+
+class ScaleStore:
+    """Scales of an earlier round in ``context.state``, for `CodecConfig.scale_refit_every`.
+
+    Rounds 1 to k have one fit, k + 1 to 2 k the next. A client that missed the first of them fits
+    in the first one that it takes part in.
+
+    Parameters
+    ----------
+    context : Context
+        The client's context; its state is changed by ``save`` only.
+    every : int
+        k.
+    """
+
+    def __init__(self, context: Context, every: int) -> None:
+        self._state = context.state
+        self._every = every
+
+    def load(self, server_round: int, digest: bytes) -> dict[str, float] | None:
+        """Return the scales that hold in this round, or None where they are to be chosen."""
+        if self._every == 1 or SCALES not in self._state.config_records:
+            return None
+        record = self._state.config_records[SCALES]
+        if record["fit"] != self._fit(server_round) or record["digest"] != digest:
+            return None
+        names, scales = cast(list[str], record["names"]), cast(list[float], record["scales"])
+        return dict(zip(names, scales, strict=True))
+
+    def save(self, scales: Mapping[str, float], server_round: int, digest: bytes) -> None:
+        """Keep the scales that this round has used."""
+        if self._every > 1:
+            self._state[SCALES] = ConfigRecord(
+                {
+                    "fit": self._fit(server_round),
+                    "digest": digest,
+                    "names": list(scales),
+                    "scales": list(scales.values()),
+                }
+            )
+
+    def _fit(self, server_round: int) -> int:
+        return (server_round - 1) // self._every
 
 
 class FileStore:

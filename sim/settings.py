@@ -101,6 +101,7 @@ class Settings:
     gamma: float = 0.9
     scale: str = "mse"
     scale_multiplier: float = 1.0
+    scale_refit_every: int = 1
     prior: str = "gennorm"
     coder: str = "huffman"
     min_numel: int = 1024
@@ -170,6 +171,7 @@ class Settings:
             gamma=self.gamma,
             scale=self.scale,
             scale_multiplier=self.scale_multiplier,
+            scale_refit_every=self.scale_refit_every,
             prior=self.prior,
             coder=self.coder,
             structure=self.structure,

@@ -56,6 +56,7 @@ BAD: dict[str, list[Any]] = {
     "gamma": [-0.1, 1.1],
     "scale": ["", "max"],
     "scale-multiplier": [0.0, -1.0],
+    "scale-refit-every": [0, -1, 2**31],
     "prior": ["", "cauchy"],
     "coder": ["", "ans"],
     "min-numel": [0, -1, 2**32],

@@ -25,6 +25,7 @@ CODEC_KEYS = (
     "gamma",
     "scale",
     "scale-multiplier",
+    "scale-refit-every",
     "prior",
     "coder",
     "min-numel",
