@@ -174,7 +174,7 @@ def draw_sizes(saved: SavedGradients) -> Any:
             axis.plot(saved.rounds, bits, style, color=color, marker=".", label=title)
         axis.set_title(_short(layer), fontsize=9)
         axis.set_xlabel("round", fontsize=8)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     axes[0].set_ylabel("code bits per entry", fontsize=8)
     _legend(figure, axes[0])
     return figure
@@ -216,7 +216,7 @@ def _over_rounds(
             if log:
                 _set_log(axis)
             else:
-                axis.set_ylim(bottom=0)
+                axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
             if row == len(WHAT) - 1:
                 axis.set_xlabel("round", fontsize=8)
         axes[row * len(saved.layers)].set_ylabel(ylabel, fontsize=8)

@@ -246,7 +246,9 @@ def _add_gradients(page: _Page, saved: SavedGradients, name: str) -> None:
             "L1 norm of the residual over that of the gradient, tensor by tensor.",
         )
     rows = []
-    for (server_round, kind, layer), x in saved.entries.items():
+    order = [(r, kind, layer) for kind in WHAT for layer in saved.layers for r in saved.rounds]
+    for server_round, kind, layer in order:
+        x = saved.entries[server_round, kind, layer]
         m = moments(x)
         rows.append(
             [
@@ -257,7 +259,7 @@ def _add_gradients(page: _Page, saved: SavedGradients, name: str) -> None:
                 f"{m.variance:.3e} ± {m.variance_half:.1e}",
             ]
         )
-    page.table(["layer", "round", "entries", "mean", "variance"], sorted(rows))
+    page.table(["layer", "round", "entries", "mean", "variance"], rows)
     page.text("± is the half width of a 95 % confidence interval for independent entries.")
 
 
