@@ -52,6 +52,8 @@ COUNTED = ("uplink_bits", "R", "overhead_bits", "downlink_bits", "replies", "fai
 PACKAGES = ("co3-flower", "flwr", "numpy", "numba", "torch")
 MIN_AVERAGED = 5  # evaluations behind the reported accuracy, at least, where there are as many
 
+ANNOUNCEMENT = "co3 "  # begins a line of the ServerApp's log that holds a round or the summary
+
 PROBE_BYTES = 2**20  # that a folder must have room for before a run starts
 
 Row = dict[str, Any]
@@ -122,6 +124,7 @@ class RunFolder:
             The disk is full.
         """
         self.rows.append(row)
+        _announce(row)
         with _named(self.path):
             self._append(row)
 
@@ -181,9 +184,33 @@ class RunFolder:
             "seconds": round(time.monotonic() - self._started, 3),
             "run_dir": str(self.path),
         }
+        _announce(summary)
         with _named(self.path):
             _write_json(self.path / "summary.json", summary)
         return summary
+
+
+def _announce(content: Row) -> None:
+    """Print a round or a summary: the log of a ServerApp elsewhere is all that a caller sees."""
+    print(f"{ANNOUNCEMENT}{json.dumps(content)}", flush=True)
+
+
+def parse_announcement(line: str) -> Row | None:
+    """Return the round or the summary that a line of a ServerApp's log holds, None for others.
+
+    Examples
+    --------
+    >>> parse_announcement('co3 {"server_round": 1, "R": 8}')
+    {'server_round': 1, 'R': 8}
+    >>> parse_announcement("INFO : Starting")
+    """
+    if not line.startswith(ANNOUNCEMENT + "{"):
+        return None
+    try:
+        content: Row = json.loads(line[len(ANNOUNCEMENT) :])
+    except json.JSONDecodeError:  # cut off by the end of the process
+        return None
+    return content
 
 
 def summarize(rows: Sequence[Row], num_parameters: int | None) -> Row:

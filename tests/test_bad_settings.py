@@ -66,6 +66,7 @@ BAD: dict[str, list[Any]] = {
     "fraction-train": [0.0, -0.5, 1.5],
     "min-replies": [0, -1, 5],  # of 4 clients
     "node-timeout": [0.0, -1.0],
+    "reply-timeout": [0.0, -1.0],
     "max-update-norm": [-1.0],
     "max-examples": [0, -1],
     "reclip": [True],  # without max-update-norm
