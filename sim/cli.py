@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from co3_flower import Co3Error, ConfigError
-from sim.data import check_shares, load_data
+from sim.data import check_shares, shared_images
 from sim.engine import Engine
 from sim.federation import Federation
 from sim.outputs import (
@@ -252,11 +252,17 @@ def resolve_remote_settings(
     if settings.dataset not in DATASETS:
         paths["dataset"] = settings.dataset
     for key, path in paths.items():
-        if path and not path.startswith(("/", "~", "$")):
+        # A client takes memory-dir as it is; the SuperLink's machine expands ~ and variables.
+        if path and not path.startswith(("/",) if key == "memory-dir" else ("/", "~", "$")):
             raise ConfigError(
                 f"{key} must be an absolute path with --federation, where it names a folder of"
                 f" another machine, got {path!r}"
             )
+    if settings.save_gradients_every:
+        raise ConfigError(
+            "save-gradients-every must be 0 with --federation, where the run-dir is on another"
+            f" machine than the clients, got {settings.save_gradients_every}"
+        )
     _check_buffers(settings)
     return settings
 
@@ -532,7 +538,7 @@ def _check_machine(settings: Settings) -> None:
     if settings.device == "cuda" and shutil.which("nvidia-smi") is None:
         raise ConfigError("device must be 'cpu' or 'auto' where there is no GPU, got 'cuda'")
     _check_buffers(settings)
-    labels = load_data(settings.dataset, settings.data_dir).train.labels
+    labels = shared_images(settings.dataset, settings.data_dir).labels
     check_shares(
         labels,
         settings.num_clients,

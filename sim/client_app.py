@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from co3_flower import ConfigError, co3_mod
 from co3_flower.records import client_id, derive_seed
 from sim.capture import save_update
-from sim.data import client_positions, load_data
+from sim.data import client_positions, shared_images
 from sim.images import Images, read_own
 from sim.models import build_model, check_image_size
 from sim.settings import Settings, expand_path
@@ -77,7 +77,7 @@ def _client_images(settings: Settings, context: Context, num_classes: int) -> Im
             f"node-config must hold data-dir, or partition-id and num-partitions, got {dict(node)};"
             """ start the SuperNode with --node-config 'data-dir="/path" client-id="a"'"""
         )
-    data = load_data(settings.dataset, settings.data_dir)
+    shared = shared_images(settings.dataset, settings.data_dir)
     positions = client_positions(
         int(node["partition-id"]),
         int(node["num-partitions"]),
@@ -87,7 +87,7 @@ def _client_images(settings: Settings, context: Context, num_classes: int) -> Im
         alpha=settings.dirichlet_alpha,
         seed=settings.seed,
     )
-    return data.train.subset(positions)
+    return shared.subset(positions)
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

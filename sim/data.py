@@ -23,7 +23,7 @@ from sim.images import (
     decoded,
     read_split,
 )
-from sim.settings import check_dataset, expand_path
+from sim.settings import DATASETS, check_dataset, expand_path
 
 HUB_NAME = "uoft-cs/cifar10"  # CIFAR-10 on the Hugging Face hub
 DIGITS_TEST_SHARE = 0.2
@@ -78,6 +78,23 @@ def load_data(dataset: str, data_dir: str = "") -> ImageData:
     return _load_directory(folder)
 
 
+def shared_images(dataset: str, data_dir: str = "") -> Images:
+    """Return the train split, which clients without images of their own share.
+
+    Raises
+    ------
+    ConfigError
+        There is none, or as for `load_data`.
+    """
+    train = load_data(dataset, data_dir).train
+    if len(train) == 0:
+        raise ConfigError(
+            "dataset folder must hold train*.parquet or a folder train, which clients without a"
+            f" data-dir share, got {dataset if dataset not in DATASETS else data_dir!r}"
+        )
+    return train
+
+
 def client_positions(
     partition_id: int,
     num_clients: int,
@@ -91,7 +108,7 @@ def client_positions(
     """Return the positions in the train split of one client's images; see `share_out`."""
     if not 0 <= partition_id < num_clients:
         raise ConfigError(f"partition-id must be in [0, {num_clients}), got {partition_id}")
-    labels = load_data(dataset, data_dir).train.labels
+    labels = shared_images(dataset, data_dir).labels
     return np.flatnonzero(
         share_out(labels, num_clients, partition, alpha=alpha, seed=seed) == partition_id
     )

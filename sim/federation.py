@@ -46,6 +46,7 @@ class Federation:
         self._rows: dict[int, Row] = {}
         self._summary: Row | None = None
         self._status = ""
+        self._is_complete = False  # the log is being read for the last time
         self._silent_since: float | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="co3-"))
         self._stream: subprocess.Popen[bytes] | None = None
@@ -64,7 +65,8 @@ class Federation:
             if self._stream is not None and self._stream.poll() is None:
                 self._stream.terminate()
                 self._stream.wait()
-            if self.run_id and not self._has_ended() and self._silent_since is None:
+            is_over = self._has_ended() or self._summary is not None
+            if self.run_id and not is_over and self._silent_since is None:
                 with contextlib.suppress(EngineError):
                     self._call("stop", self.run_id, self.name)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -100,12 +102,12 @@ class Federation:
         assert self._stream is not None
         if self._stream.poll() is None:
             return True
+        asked = time.monotonic()
         try:
-            status = self._ask_status()
+            self._status = self._ask_status()
         except EngineError as error:
-            now = time.monotonic()
-            self._silent_since = self._silent_since or now
-            if now - self._silent_since > SILENT_SECONDS:
+            self._silent_since = self._silent_since or asked
+            if time.monotonic() - self._silent_since > SILENT_SECONDS:
                 raise EngineError(
                     f"SuperLink {self.name!r} must answer within {SILENT_SECONDS:.0f} s, got"
                     f" {error}; if it still runs, `flwr log {self.run_id} {self.name}` follows the"
@@ -114,10 +116,11 @@ class Federation:
             time.sleep(RETRY_SECONDS)
             return True
         self._silent_since = None
-        if status.startswith("finished"):
-            self._status = status
+        if self._has_ended() and (self.summary() is not None or self._is_complete):
             return False
-        self._follow_log()  # the link broke, not the run
+        # The link broke, not the run; or the run ended while the last lines were on their way.
+        self._is_complete = self._has_ended()
+        self._follow_log()
         return True
 
     def wait(self, seconds: float) -> None:
@@ -132,19 +135,16 @@ class Federation:
         return [self._rows[number] for number in sorted(self._rows)]
 
     def summary(self) -> Row | None:
-        """Return the summary that the ServerApp ended with; None before its end.
-
-        A run that ended without one has failed: what Flower says of it is the reason.
-        """
+        """Return the summary that the ServerApp ended with; None before its end."""
         self._read_log()
         return self._summary
 
     def failure(self) -> str:
-        """Return what Flower says of a run that ended without a summary."""
+        """Return the reason of a run that ended without a summary, as Flower words it."""
         return self._status or "no status"
 
     def _has_ended(self) -> bool:
-        return bool(self._status) or self._summary is not None
+        return self._status.startswith("finished")
 
     def _follow_log(self) -> None:
         log = self._folder / "flower.log"

@@ -124,9 +124,9 @@ class RunFolder:
             The disk is full.
         """
         self.rows.append(row)
-        _announce(row)
         with _named(self.path):
             self._append(row)
+        _announce(row)
 
     def _append(self, row: Row) -> None:
         with (self.path / "rounds.jsonl").open("ab", buffering=0) as file:
@@ -171,6 +171,7 @@ class RunFolder:
             return self._close(outcome, num_parameters)
         except OutputError as error:
             logger.warning("no summary.json could be written: %s", error)
+            _announce(outcome)
             return outcome
 
     def _close(self, outcome: Row, num_parameters: int | None) -> Row:
@@ -184,15 +185,16 @@ class RunFolder:
             "seconds": round(time.monotonic() - self._started, 3),
             "run_dir": str(self.path),
         }
-        _announce(summary)
         with _named(self.path):
             _write_json(self.path / "summary.json", summary)
+        _announce(summary)
         return summary
 
 
 def _announce(content: Row) -> None:
     """Print a round or a summary: the log of a ServerApp elsewhere is all that a caller sees."""
-    print(f"{ANNOUNCEMENT}{json.dumps(content)}", flush=True)
+    with contextlib.suppress(OSError):  # a full disk under the log must not end the run
+        print(f"{ANNOUNCEMENT}{json.dumps(content)}", flush=True)
 
 
 def parse_announcement(line: str) -> Row | None:

@@ -159,7 +159,10 @@ def test_bad_value_ends_co3_run_in_one_line_before_flower_starts(
     assert "Errno" not in error
 
 
-@pytest.mark.parametrize("key", [k for k, v in BAD.items() if "" in v or k == "strategy"])
+CHOSEN = [k for k, v in BAD.items() if ("" in v or k == "strategy") and k != "dataset"]
+
+
+@pytest.mark.parametrize("key", CHOSEN)
 def test_unknown_choice_lists_the_choices(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key} must be .*'\w*', '"):
         Settings.from_run_config({key: "no-such"})
