@@ -7,10 +7,10 @@ STAMP  := $(VENV)/.co3-flower-installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench clean
+.PHONY: help setup run test test-deploy lint format bench clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sort | awk -F ': .*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sort | awk -F ': .*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "co3-flower needs Python 3.11 or newer; try: make PYTHON=python3.12 ...")'
@@ -27,6 +27,9 @@ run: $(STAMP)  ## train on the digits with CO3; options: make run ARGS="-c \"for
 
 test: $(STAMP)  ## every test; options: make test ARGS="-k settings"
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-deploy: $(STAMP)  ## kill processes and cut links of a deployment on loopback (some 20 minutes)
+	@$(BIN)/python -m pytest -m deploy tests/test_deploy.py tests/test_deploy_faults.py $(ARGS)
 
 lint: $(STAMP)  ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from co3_flower import Co3Error, ConfigError
-from sim.data import check_shares, load_data
+from sim.data import check_shares, shared_images
 from sim.engine import Engine
+from sim.federation import Federation
 from sim.outputs import (
     Row,
     check_is_unused,
@@ -33,6 +34,7 @@ from sim.settings import (
     DATASETS,
     Settings,
     Value,
+    check_dataset,
     check_together,
     expand_path,
     parse_overrides,
@@ -101,11 +103,24 @@ def register(app: typer.Typer, root: Path) -> None:
             typer.Option(
                 "--num-clients",
                 min=1,
-                help=f"Clients to simulate (default: num-clients, else {DEFAULT_NUM_CLIENTS}).",
+                help=f"Clients to simulate (default: num-clients, else {DEFAULT_NUM_CLIENTS});"
+                " with --federation, to wait for (else those that are there).",
+            ),
+        ] = None,
+        federation: Annotated[
+            str | None,
+            typer.Option(
+                "--federation",
+                metavar="NAME",
+                help="Run on the SuperLink of this name in Flower's config.toml, with the"
+                " SuperNodes connected to it, and start none; see docs/deploy.md.",
             ),
         ] = None,
     ) -> None:
-        r"""Train a network federatedly on Flower's simulation engine, and count the bits.
+        r"""Train a network federatedly, and count the bits.
+
+        Runs on Flower's simulation engine, or with --federation on a deployment: paths are then
+        those of the SuperLink's machine (memory-dir: of the clients'), and so is run-dir.
 
         Every key of \[tool.flwr.app.config] in pyproject.toml is a setting; they are listed and
         explained there. Shows accuracy, R and bits per parameter while it runs, ends with a table,
@@ -115,8 +130,12 @@ def register(app: typer.Typer, root: Path) -> None:
         The exit code is 0 for a completed run, 1 for one that failed, 2 for a wrong setting, 130
         after Ctrl-C.
         """
-        settings = resolve_settings(config, override or [], num_clients, Path.cwd())
-        summary = run_experiment(root, settings, Console())
+        if federation is None:
+            settings = resolve_settings(config, override or [], num_clients, Path.cwd())
+            summary = run_experiment(root, settings, Console())
+        else:
+            settings = resolve_remote_settings(config, override or [], num_clients)
+            summary = run_on_federation(root, settings, federation, Console())
         typer.echo(f"run-dir  {summary['run_dir']}\n{format_table(summary)}")
 
     @app.command("sweep")
@@ -208,11 +227,7 @@ def resolve_settings(
     ConfigError
         A wrong key or value, or a run-dir that holds a run already.
     """
-    values = read_config_file(config) if config else {}
-    values.update(parse_overrides(overrides))
-    if num_clients is not None:
-        values["num-clients"] = num_clients
-    settings = _settle(values, folder)
+    settings = _settle(_merge(config, overrides, num_clients), folder)
     run_dir = settings.run_dir or str(default_run_dir(folder))
     check_is_unused(Path(run_dir))
     memory_dir = settings.memory_dir
@@ -220,6 +235,44 @@ def resolve_settings(
         # U residuals need not sit in the driver's memory.
         memory_dir = str(Path(run_dir) / "memory")
     return replace(settings, run_dir=run_dir, memory_dir=memory_dir)
+
+
+def resolve_remote_settings(
+    config: Path | None, overrides: list[str], num_clients: int | None
+) -> Settings:
+    """Merge and check as `resolve_settings`; paths are those of other machines.
+
+    Raises
+    ------
+    ConfigError
+        A wrong key or value, or a relative path.
+    """
+    settings = Settings.from_run_config(_merge(config, overrides, num_clients))
+    paths = {name.replace("_", "-"): getattr(settings, name) for name in PATH_KEYS}
+    if settings.dataset not in DATASETS:
+        paths["dataset"] = settings.dataset
+    for key, path in paths.items():
+        # A client takes memory-dir as it is; the SuperLink's machine expands ~ and variables.
+        if path and not path.startswith(("/",) if key == "memory-dir" else ("/", "~", "$")):
+            raise ConfigError(
+                f"{key} must be an absolute path with --federation, where it names a folder of"
+                f" another machine, got {path!r}"
+            )
+    if settings.save_gradients_every:
+        raise ConfigError(
+            "save-gradients-every must be 0 with --federation, where the run-dir is on another"
+            f" machine than the clients, got {settings.save_gradients_every}"
+        )
+    _check_buffers(settings)
+    return settings
+
+
+def _merge(config: Path | None, overrides: list[str], num_clients: int | None) -> dict[str, Value]:
+    values = read_config_file(config) if config else {}
+    values.update(parse_overrides(overrides))
+    if num_clients is not None:
+        values["num-clients"] = num_clients
+    return values
 
 
 def resolve_points(config: Path, overrides: list[str], folder: Path) -> tuple[Path, list[Point]]:
@@ -302,6 +355,7 @@ def _settle(values: Mapping[str, Value], folder: Path) -> Settings:
     clients = settings.num_clients or DEFAULT_NUM_CLIENTS
     settings = replace(settings, **paths, num_clients=clients)
     check_together(settings)
+    check_dataset(settings.dataset)
     return settings
 
 
@@ -344,7 +398,13 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
                 num_cpus=num_processes,
                 gpu_share=_gpu_share(settings.device, num_processes),
             )
-            _follow(engine, folder, settings.num_server_rounds, console)
+            _follow(
+                engine,
+                settings.num_server_rounds,
+                console,
+                rows=lambda: read_rows(folder),
+                summary=lambda: read_summary(folder),
+            )
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; what there is lies in {folder}") from None
     summary = read_summary(folder)
@@ -355,7 +415,55 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
     return summary
 
 
-def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Console) -> None:
+def run_on_federation(root: Path, settings: Settings, name: str, console: Console) -> Row:
+    """Run one experiment on a SuperLink that is there already, and return its summary.
+
+    Parameters
+    ----------
+    root : Path
+        The checkout.
+    settings : Settings
+        As `resolve_remote_settings` gives them.
+    name : str
+        Connection in Flower's config.toml.
+    console : rich.console.Console
+        Where the progress bar goes.
+
+    Raises
+    ------
+    EngineError
+        The SuperLink is not there, does not take the run, or is gone for a minute.
+    RunFailed
+        The run ended without a result.
+    Interrupted
+        It was asked to end; the run is stopped.
+    """
+    with _signals_as_interrupt(), Federation(root, name) as run:
+        try:
+            run.submit(settings.as_run_config())
+            _follow(run, settings.num_server_rounds, console, rows=run.rows, summary=run.summary)
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; run {run.run_id or 'none'} is stopped") from None
+        summary = run.summary()
+        if summary is None:
+            reason = last_error(run.log) if ERROR_LINE.search(run.log) else run.failure()
+            summary = {"status": "failed", "error": reason}
+        if summary["status"] != "completed":
+            raise RunFailed(
+                f"the run failed: {summary['error']} (all of Flower's log:"
+                f" flwr log {run.run_id} {name})"
+            )
+        return summary
+
+
+def _follow(
+    engine: Engine | Federation,
+    num_server_rounds: int,
+    console: Console,
+    *,
+    rows: Callable[[], list[Row]],
+    summary: Callable[[], Row | None],
+) -> None:
     """Show the rounds as they come, until the run has ended."""
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -369,17 +477,17 @@ def _follow(engine: Engine, folder: Path, num_server_rounds: int, console: Conso
         accuracy, shown = None, 0
         while True:
             is_running = engine.is_running()  # before the look, so that nothing is missed
-            rows = read_rows(folder)
-            evaluated = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+            done = rows()
+            evaluated = [row["accuracy"] for row in done if row["accuracy"] is not None]
             accuracy = evaluated[-1] if evaluated else None
-            if rows:
-                last = rows[-1]
+            if done:
+                last = done[-1]
                 state = _state(accuracy, last)
                 progress.update(task, completed=last["server_round"], state=state)
                 if not console.is_terminal and len(evaluated) > shown:  # a log gets lines
                     shown = len(evaluated)
                     print(f"round {last['server_round']}/{num_server_rounds}  {state}", flush=True)
-            if read_summary(folder) is not None:
+            if summary() is not None:
                 engine.wait(LINGER_SECONDS)
                 return
             if not is_running:
@@ -429,12 +537,8 @@ def _check_machine(settings: Settings) -> None:
         raise ConfigError(f"data-dir must be a folder with CIFAR-10, got {settings.data_dir!r}")
     if settings.device == "cuda" and shutil.which("nvidia-smi") is None:
         raise ConfigError("device must be 'cpu' or 'auto' where there is no GPU, got 'cuda'")
-    if settings.buffers == "local":
-        raise ConfigError(
-            "buffers must be 'coded' or 'raw' here, got 'local': the PS evaluates models with"
-            " BatchNorm, and would lack their statistics"
-        )
-    labels = load_data(settings.dataset, settings.data_dir).train.labels
+    _check_buffers(settings)
+    labels = shared_images(settings.dataset, settings.data_dir).labels
     check_shares(
         labels,
         settings.num_clients,
@@ -442,6 +546,14 @@ def _check_machine(settings: Settings) -> None:
         alpha=settings.dirichlet_alpha,
         seed=settings.seed,
     )
+
+
+def _check_buffers(settings: Settings) -> None:
+    if settings.buffers == "local":
+        raise ConfigError(
+            "buffers must be 'coded' or 'raw' here, got 'local': the PS evaluates models with"
+            " BatchNorm, and would lack their statistics"
+        )
 
 
 def _gpu_share(device: str, num_processes: int) -> float:

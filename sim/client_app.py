@@ -5,6 +5,7 @@ correcting and compressing happen in the mod, which stands first and therefore o
 """
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -13,10 +14,13 @@ from flwr.clientapp import ClientApp
 from co3_flower import ConfigError, co3_mod
 from co3_flower.records import client_id, derive_seed
 from sim.capture import save_update
-from sim.data import Images, client_positions, load_data
-from sim.models import build_model
-from sim.settings import Settings
+from sim.data import client_positions, shared_images
+from sim.images import Images, read_own
+from sim.models import build_model, check_image_size
+from sim.settings import Settings, expand_path
 from sim.task import choose_device, local_sgd, mean_gradient, num_local_batches, seed_everything
+
+NUM_CLASSES = "num-classes"  # in the PS's train messages: a client may not have images of all
 
 app = ClientApp(mods=[partial(co3_mod, observe=save_update)])
 
@@ -25,12 +29,12 @@ app = ClientApp(mods=[partial(co3_mod, observe=save_update)])
 def train(message: Message, context: Context) -> Message:
     """Train on this client's images and reply with a gradient or with new weights."""
     settings = Settings.from_run_config(context.run_config)
-    images, num_classes = _client_images(settings, context)
+    config = message.content["config"]
+    num_classes = int(config[NUM_CLASSES])
+    images = _client_images(settings, context, num_classes)
     device = choose_device(settings.device)
     rng = seed_everything(
-        derive_seed(
-            settings.seed, int(message.content["config"]["server-round"]), client_id(context)
-        )
+        derive_seed(settings.seed, int(config["server-round"]), client_id(context))
     )
     net = build_model(settings.model, num_classes)
     net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=True)
@@ -60,13 +64,20 @@ def train(message: Message, context: Context) -> Message:
     return Message(content=reply, reply_to=message)
 
 
-def _client_images(settings: Settings, context: Context) -> tuple[Images, int]:
+def _client_images(settings: Settings, context: Context, num_classes: int) -> Images:
+    """Return the images of the node: its own, or its share of the data set."""
     node = context.node_config
+    if "data-dir" in node:
+        folder = Path(expand_path(str(node["data-dir"]), "data-dir in node-config"))
+        images = read_own(folder.absolute(), num_classes)
+        check_image_size(settings.model, images.pixels.shape[1:3])
+        return images
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
-            f"node-config must hold partition-id and num-partitions, got {dict(node)};"
-            " start the SuperNode with --node-config 'partition-id=0 num-partitions=2'"
+            f"node-config must hold data-dir, or partition-id and num-partitions, got {dict(node)};"
+            """ start the SuperNode with --node-config 'data-dir="/path" client-id="a"'"""
         )
+    shared = shared_images(settings.dataset, settings.data_dir)
     positions = client_positions(
         int(node["partition-id"]),
         int(node["num-partitions"]),
@@ -76,8 +87,7 @@ def _client_images(settings: Settings, context: Context) -> tuple[Images, int]:
         alpha=settings.dirichlet_alpha,
         seed=settings.seed,
     )
-    data = load_data(settings.dataset, settings.data_dir)
-    return data.train.subset(positions), data.num_classes
+    return shared.subset(positions)
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,71 +1,32 @@
 """Real images for the app: one train and one test split, shared out among the clients.
 
-In comes a data set's name (handwritten digits, CIFAR-10, or a directory of parquet files), out go
+In comes a data set's name (handwritten digits, CIFAR-10, or a directory of image files), out go
 uint8 images with labels and, for each client, the positions of its own. JPEGs are decoded and
-images shared out once per machine: the arrays lie in a cache folder outside the project, from where
-every process maps them.
+images shared out once per machine; see `sim.images`.
 """
 
 import hashlib
-import io
-import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from co3_flower import ConfigError
-from sim.settings import expand_path
-
-if TYPE_CHECKING:
-    import torch
+from sim.images import (
+    MIN_CLIENT_IMAGES,
+    Array,
+    Images,
+    cached,
+    check_same_classes,
+    decoded,
+    read_split,
+)
+from sim.settings import DATASETS, check_dataset, expand_path
 
 HUB_NAME = "uoft-cs/cifar10"  # CIFAR-10 on the Hugging Face hub
-IMAGE_COLUMNS = ("img", "image")
-LABEL_COLUMNS = ("label", "labels")
-MIN_CLIENT_IMAGES = 2  # BatchNorm in training mode needs two values a channel
 DIGITS_TEST_SHARE = 0.2
-
-Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images and labels of one split.
-
-    Attributes
-    ----------
-    pixels : uint8 [image, height, width, channel], three channels
-    labels : int64 [image]
-    white : int
-        The pixel value that stands for 1.0.
-    """
-
-    pixels: Array
-    labels: Array
-    white: int = 255
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def subset(self, positions: Array) -> "Images":
-        """Return some of the images, copied out of the cache file."""
-        return Images(self.pixels[positions], self.labels[positions], self.white)
-
-    def batch(self, positions: Array) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return float32 [image, channel, height, width] in [0, 1] and int64 [image].
-
-        The memory format is channels last, which convolutions on a CPU run faster on.
-        """
-        import torch  # seconds; a check of the files does without
-
-        pixels = torch.from_numpy(self.pixels[positions]).permute(0, 3, 1, 2)
-        return pixels.float().div_(self.white), torch.from_numpy(self.labels[positions])
 
 
 @dataclass(frozen=True)
@@ -84,7 +45,9 @@ def load_data(dataset: str, data_dir: str = "") -> ImageData:
     Parameters
     ----------
     dataset : str
-        ``digits`` (scikit-learn's, no download), ``cifar10``, or a directory of parquet files.
+        ``digits`` (scikit-learn's, no download), ``cifar10``, or a directory that
+        `sim.images.read_split` can read. One without train images will do where every client has
+        its own.
     data_dir : str
         Where CIFAR-10 lies, as parquet files of the Hugging Face hub or in torchvision's folder;
         empty: download it through flwr-datasets.
@@ -101,7 +64,8 @@ def load_data(dataset: str, data_dir: str = "") -> ImageData:
     if dataset == "digits":
         return _load_digits()
     if dataset != "cifar10":
-        return _load_parquet(Path(expand_path(dataset, "dataset")))
+        check_dataset(dataset)
+        return _load_directory(Path(expand_path(dataset, "dataset")))
     if not data_dir:
         return _download_cifar10()
     folder = Path(expand_path(data_dir, "data-dir"))
@@ -111,7 +75,24 @@ def load_data(dataset: str, data_dir: str = "") -> ImageData:
         folder = folder.parent
     if (folder / "cifar-10-batches-py").is_dir():
         return _load_torchvision_cifar10(folder)
-    return _load_parquet(folder)
+    return _load_directory(folder)
+
+
+def shared_images(dataset: str, data_dir: str = "") -> Images:
+    """Return the train split, which clients without images of their own share.
+
+    Raises
+    ------
+    ConfigError
+        There is none, or as for `load_data`.
+    """
+    train = load_data(dataset, data_dir).train
+    if len(train) == 0:
+        raise ConfigError(
+            "dataset folder must hold train*.parquet or a folder train, which clients without a"
+            f" data-dir share, got {dataset if dataset not in DATASETS else data_dir!r}"
+        )
+    return train
 
 
 def client_positions(
@@ -127,7 +108,7 @@ def client_positions(
     """Return the positions in the train split of one client's images; see `share_out`."""
     if not 0 <= partition_id < num_clients:
         raise ConfigError(f"partition-id must be in [0, {num_clients}), got {partition_id}")
-    labels = load_data(dataset, data_dir).train.labels
+    labels = shared_images(dataset, data_dir).labels
     return np.flatnonzero(
         share_out(labels, num_clients, partition, alpha=alpha, seed=seed) == partition_id
     )
@@ -160,7 +141,7 @@ def share_out(labels: Array, num_clients: int, partition: str, *, alpha: float, 
     check_num_clients(len(labels), num_clients)
     rule = [partition, str(num_clients), str(seed)] + [repr(alpha)] * (partition != "iid")
     digest = hashlib.blake2b(labels.tobytes(), digest_size=16).hexdigest()
-    return _cached(
+    return cached(
         "owners", [digest, *rule], lambda: _owners(labels, num_clients, partition, alpha, seed)
     )
 
@@ -267,7 +248,7 @@ def _download_cifar10() -> ImageData:
                 f" got '' ({reason})"
             ) from error
         # The hub's fingerprint changes with the data, so it can name the decoded copy.
-        return _decoded(
+        return decoded(
             [HUB_NAME, name, str(table._fingerprint)],
             lambda: (np.asarray(image.convert("RGB")) for image in table["img"]),
             np.asarray(table["label"], np.int64),
@@ -276,109 +257,19 @@ def _download_cifar10() -> ImageData:
     return ImageData(train=split("train"), test=split("test"), num_classes=10)
 
 
-def _load_parquet(folder: Path) -> ImageData:
-    train, test = (_load_parquet_split(folder, split) for split in ("train", "test"))
+def _load_directory(folder: Path) -> ImageData:
+    train, test = (read_split(folder, split) for split in ("train", "test"))
+    if test is None:
+        raise ConfigError(
+            "dataset folder must hold test*.parquet, a folder test or cifar-10-batches-py, got"
+            f" {str(folder)!r}"
+        )
+    check_same_classes([folder / "train", folder / "test"])
+    train = train or test.subset(np.arange(0))
     if train.pixels.shape[1:] != test.pixels.shape[1:]:
         raise ConfigError(
             f"images must have one size, got {train.pixels.shape[1:3]} in train"
             f" and {test.pixels.shape[1:3]} in test of {folder}"
         )
-    num_classes = int(max(train.labels.max(), test.labels.max())) + 1
+    num_classes = int(max(train.labels.max(initial=0), test.labels.max())) + 1
     return ImageData(train, test, max(num_classes, 2))
-
-
-def _load_parquet_split(folder: Path, split: str) -> Images:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # Hub layouts: train-00000-of-00001.parquet, data/train-..., plain_text/train-...
-    files = sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet"))
-    if not files:
-        raise ConfigError(
-            f"dataset folder must hold {split}*.parquet or cifar-10-batches-py, got {str(folder)!r}"
-        )
-    try:
-        table = pa.concat_tables([pq.read_table(file) for file in files])
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"parquet files must be readable, got {reason} in {folder}") from None
-    image_column = _column(table.column_names, IMAGE_COLUMNS, files[0])
-    labels = np.asarray(table[_column(table.column_names, LABEL_COLUMNS, files[0])], np.int64)
-    if len(labels) == 0 or labels.min() < 0:
-        raise ConfigError(f"labels must be 0, 1, 2, ... for at least one image, got {files[0]}")
-
-    def images() -> Iterable[Array]:
-        for chunk in table[image_column].chunks:
-            for image in chunk:
-                stored = image["bytes"].as_py()
-                yield _decode(stored, files[0])
-
-    stamps = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    return _decoded(stamps, images, labels)
-
-
-def _column(present: Sequence[str], wanted: Sequence[str], file: Path) -> str:
-    for name in wanted:
-        if name in present:
-            return name
-    raise ConfigError(
-        f"parquet columns must include {' or '.join(wanted)}, got {', '.join(present)} in {file}"
-    )
-
-
-def _decode(stored: bytes, file: Path) -> Array:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        return np.asarray(Image.open(io.BytesIO(stored)).convert("RGB"))
-    except (UnidentifiedImageError, OSError, TypeError) as error:
-        raise ConfigError(f"images must be JPEG or PNG files, got {error} in {file}") from None
-
-
-def cache_folder() -> Path:
-    """Return the folder of the cache: ``$XDG_CACHE_HOME/co3-flower``, else in ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "co3-flower"
-
-
-def _decoded(identity: list[str], images: Callable[[], Iterable[Array]], labels: Array) -> Images:
-    """Return a split whose images are decoded only where the cache does not have them."""
-    return Images(_cached("images", identity, lambda: _stack(images(), len(labels))), labels)
-
-
-def _cached(kind: str, identity: list[str], make: Callable[[], Array]) -> Array:
-    """Map an array from the cache, making and storing it if need be."""
-    key = hashlib.blake2b("\n".join(identity).encode(), digest_size=12).hexdigest()
-    path = cache_folder() / f"{kind}-{key}.npy"
-    try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError):  # not there, or cut short
-        made = make()
-        _store(path, made)
-        return made
-
-
-def _stack(images: Iterable[Array], num_images: int) -> Array:
-    stacked: Array | None = None
-    for position, image in enumerate(images):
-        if stacked is None:
-            stacked = np.empty((num_images, *image.shape), np.uint8)
-        if image.shape != stacked.shape[1:]:
-            raise ConfigError(
-                f"images must have one size, got {stacked.shape[1:3]} and {image.shape[:2]}"
-                f" (image {position})"
-            )
-        stacked[position] = image
-    assert stacked is not None
-    return stacked
-
-
-def _store(path: Path, array: Array) -> None:
-    """Write the cache file atomically; a full or read-only disk only costs the next start time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            np.save(file, array)
-        Path(file.name).replace(path)
-    except OSError as error:
-        warnings.warn(f"nothing was cached in {path.parent}: {error}", stacklevel=2)

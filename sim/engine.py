@@ -88,14 +88,14 @@ class Engine:
         gpu_share : float
             Share of a GPU for each of them; 0 on a machine without.
         """
-        app = self._stage_app()
+        app = stage_app(self.root, self._home)
         overrides = self._home / "run-config.toml"
         overrides.write_text(to_toml(run_config), encoding="utf-8")
         federation = (
             f"num-supernodes={num_clients} client-resources-num-cpus=1"
             f" client-resources-num-gpus={gpu_share} init-args-num-cpus={num_cpus}"
         )
-        command = [_program("flwr"), "run", str(app), CONNECTION, "--stream"]
+        command = [program("flwr"), "run", str(app), CONNECTION, "--stream"]
         command += ["-c", str(overrides), "--federation-config", federation]
         self._stream = self._spawn(command, cwd=self._home)
 
@@ -113,7 +113,7 @@ class Engine:
 
     def stop(self) -> None:
         """End every process of this engine and remove its folder; may be called twice."""
-        with _uninterrupted():
+        with uninterrupted():
             sessions: set[int] = set()
             engine_processes(self._mark, sessions)  # while they can still be told
             _end_children([self._stream, self._superlink])
@@ -127,7 +127,7 @@ class Engine:
             f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n',
             encoding="utf-8",
         )
-        command = [_program("flower-superlink"), "--insecure", "--simulation"]
+        command = [program("flower-superlink"), "--insecure", "--simulation"]
         command += ["--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--disable-runtime-dependency-installation"]
         # Its folder comes first on the path of the simulated clients, so it must hold no `sim`.
@@ -139,15 +139,6 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineError(f"Flower's SuperLink must answer within {START_SECONDS:.0f} s")
             time.sleep(0.1)
-
-    def _stage_app(self) -> Path:
-        app = self._home / "app"
-        app.mkdir()
-        shutil.copy(self.root / "pyproject.toml", app)
-        shutil.copytree(
-            self.root / "sim", app / "sim", ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-        )
-        return app
 
     def _spawn(self, command: list[str], cwd: Path) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches this process alone, which then ends the others.
@@ -165,6 +156,17 @@ class Engine:
     def _last_lines(self, count: int = 3) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return " / ".join(lines[-count:]) or "no output"
+
+
+def stage_app(root: Path, folder: Path) -> Path:
+    """Copy what is submitted, pyproject.toml and sim/, into a folder of its own; return that."""
+    app = folder / "app"
+    app.mkdir()
+    shutil.copy(root / "pyproject.toml", app)
+    shutil.copytree(
+        root / "sim", app / "sim", ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+    )
+    return app
 
 
 def to_toml(values: Mapping[str, Value]) -> str:
@@ -251,7 +253,7 @@ def _processes() -> Iterator[tuple[int, int, list[bytes]]]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ignore the signals that ask for an end while it is being brought about."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -283,7 +285,8 @@ def _environment(home: Path) -> dict[str, str]:
     return env
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
+    """Return the path of one of Flower's commands: that of this Python, else on the PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:

@@ -52,6 +52,8 @@ COUNTED = ("uplink_bits", "R", "overhead_bits", "downlink_bits", "replies", "fai
 PACKAGES = ("co3-flower", "flwr", "numpy", "numba", "torch")
 MIN_AVERAGED = 5  # evaluations behind the reported accuracy, at least, where there are as many
 
+ANNOUNCEMENT = "co3 "  # begins a line of the ServerApp's log that holds a round or the summary
+
 PROBE_BYTES = 2**20  # that a folder must have room for before a run starts
 
 Row = dict[str, Any]
@@ -124,6 +126,7 @@ class RunFolder:
         self.rows.append(row)
         with _named(self.path):
             self._append(row)
+        _announce(row)
 
     def _append(self, row: Row) -> None:
         with (self.path / "rounds.jsonl").open("ab", buffering=0) as file:
@@ -168,6 +171,7 @@ class RunFolder:
             return self._close(outcome, num_parameters)
         except OutputError as error:
             logger.warning("no summary.json could be written: %s", error)
+            _announce(outcome)
             return outcome
 
     def _close(self, outcome: Row, num_parameters: int | None) -> Row:
@@ -183,7 +187,32 @@ class RunFolder:
         }
         with _named(self.path):
             _write_json(self.path / "summary.json", summary)
+        _announce(summary)
         return summary
+
+
+def _announce(content: Row) -> None:
+    """Print a round or a summary: the log of a ServerApp elsewhere is all that a caller sees."""
+    with contextlib.suppress(OSError):  # a full disk under the log must not end the run
+        print(f"{ANNOUNCEMENT}{json.dumps(content)}", flush=True)
+
+
+def parse_announcement(line: str) -> Row | None:
+    """Return the round or the summary that a line of a ServerApp's log holds, None for others.
+
+    Examples
+    --------
+    >>> parse_announcement('co3 {"server_round": 1, "R": 8}')
+    {'server_round': 1, 'R': 8}
+    >>> parse_announcement("INFO : Starting")
+    """
+    if not line.startswith(ANNOUNCEMENT + "{"):
+        return None
+    try:
+        content: Row = json.loads(line[len(ANNOUNCEMENT) :])
+    except json.JSONDecodeError:  # cut off by the end of the process
+        return None
+    return content
 
 
 def summarize(rows: Sequence[Row], num_parameters: int | None) -> Row:

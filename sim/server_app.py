@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import (
     Bulyan,
@@ -25,6 +25,7 @@ from flwr.serverapp.strategy import (
 from co3_flower import CO3Strategy
 from co3_flower.nodes import RoundError
 from sim.capture import finish_means, read_layers, saved_rounds
+from sim.client_app import NUM_CLASSES
 from sim.data import ImageData, check_shares, load_data
 from sim.models import build_model, check_image_size
 from sim.outputs import RunFolder, default_run_dir, format_table, round_row
@@ -141,7 +142,12 @@ def train(
         return MetricRecord({"accuracy": score.accuracy, "loss": score.loss})
 
     result = strategy.start(
-        grid, initial, num_rounds=settings.num_server_rounds, evaluate_fn=finish_round
+        grid,
+        initial,
+        num_rounds=settings.num_server_rounds,
+        timeout=settings.reply_timeout,
+        train_config=ConfigRecord({NUM_CLASSES: data.num_classes}),
+        evaluate_fn=finish_round,
     )
     return result.arrays
 
@@ -173,8 +179,8 @@ def failure_reason(error: BaseException, strategy: CO3Strategy | None = None) ->
 
 def _check_shares(settings: Settings, data: ImageData) -> None:
     """Fail before any training where the images do not go round."""
-    if settings.num_clients == 0:
-        return  # unknown until they are connected; a client says so then
+    if settings.num_clients == 0 or len(data.train) == 0:
+        return  # unknown until they are connected, or theirs; a client says so then
     check_shares(
         data.train.labels,
         settings.num_clients,

@@ -63,6 +63,7 @@ RANGES = {
     "fraction-train": ("in (0, 1]", lambda x: 0 < x <= 1),
     "min-replies": ("at least 1", lambda x: x >= 1),
     "node-timeout": ("above 0", lambda x: x > 0),
+    "reply-timeout": ("above 0", lambda x: x > 0),
     "max-update-norm": ("at least 0", lambda x: x >= 0),
     "max-examples": ("at least 1", lambda x: x >= 1),
     "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
@@ -112,6 +113,7 @@ class Settings:
     fraction_train: float = 1.0
     min_replies: int = 1
     node_timeout: float = 600.0
+    reply_timeout: float = 3600.0
     max_update_norm: float = 0.0
     max_examples: int = 1_000_000
     reclip: bool = False
@@ -350,12 +352,7 @@ def check_together(settings: Settings) -> None:
         )
     if settings.reclip and not settings.max_update_norm:
         raise ConfigError("max-update-norm must be above 0 with reclip, got 0.0")
-    name = settings.dataset
-    if name not in DATASETS and not (name and Path(expand_path(name, "dataset")).is_dir()):
-        raise ConfigError(
-            f"dataset must be 'digits', 'cifar10' or a directory of parquet files, got {name!r}"
-        )
-    if settings.data_dir and name != "cifar10":
+    if settings.data_dir and settings.dataset != "cifar10":
         raise ConfigError(
             f"data-dir must be '' unless dataset is 'cifar10', got {settings.data_dir!r}"
         )
@@ -363,4 +360,13 @@ def check_together(settings: Settings) -> None:
         raise ConfigError(
             f"server-lr must be 0 or 1 with strategy {settings.strategy!r} and payload 'update',"
             f" got {settings.server_lr}; the strategy has a step size of its own"
+        )
+
+
+def check_dataset(name: str) -> None:
+    """Raise ConfigError for a data set that is not on this machine; clients need not have it."""
+    if name not in DATASETS and not (name and Path(expand_path(name, "dataset")).is_dir()):
+        raise ConfigError(
+            "dataset must be 'digits', 'cifar10' or a directory of parquet files or image folders,"
+            f" got {name!r}"
         )

@@ -14,7 +14,7 @@ from torch import nn
 
 from co3_flower import ConfigError
 from sim.augment import augment
-from sim.data import Images
+from sim.images import Images
 
 EVALUATION_BATCH = 128  # larger ones fall out of the CPU cache
 

@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from co3_flower import ConfigError
-from sim import data
-from sim.data import Images, client_positions, load_data, share_out
+from sim import images
+from sim.data import client_positions, load_data, share_out
+from sim.images import Images, read_own
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def test_decoded_images_are_read_from_the_cache_the_second_time(
     first = load_data(str(folder)).train.pixels.copy()
     assert len(list(own_cache.glob("images-*.npy"))) == 2
     load_data.cache_clear()
-    monkeypatch.setattr(data, "_decode", None)  # would fail if called
+    monkeypatch.setattr(images, "_decode", None)  # would fail if called
     np.testing.assert_array_equal(load_data(str(folder)).train.pixels, first)
 
 
@@ -145,7 +146,7 @@ def test_a_cache_that_cannot_be_written_only_warns(
 
 
 def test_folder_without_parquet_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must hold train\*\.parquet or cifar-10-batches-py"):
+    with pytest.raises(ConfigError, match=r"must hold test\*\.parquet, a folder test or cifar-10"):
         load_data("cifar10", str(tmp_path))
 
 
@@ -328,6 +329,76 @@ def test_real_cifar10_has_its_published_shape(co3_data: Path) -> None:
     folder = co3_data / "cifar10"
     if not folder.is_dir():
         pytest.skip(f"CIFAR-10 is not at {folder}; set CO3_DATA to the folder that holds cifar10/")
-    test = data._load_parquet_split(folder, "test")
+    test = images.read_split(folder, "test")
+    assert test is not None
     assert test.pixels.shape == (10_000, 32, 32, 3)
     np.testing.assert_array_equal(np.bincount(test.labels), np.full(10, 1_000))
+
+
+def write_image_folder(path: Path, classes: dict[str, list[np.ndarray]]) -> Path:
+    for name, images_of_class in classes.items():
+        (path / name).mkdir(parents=True)
+        for position, image in enumerate(images_of_class):
+            (path / name / f"{position}.png").write_bytes(png(image))
+    return path
+
+
+def test_image_folder_with_numbers_for_names_holds_those_labels(
+    tmp_path: Path, colours: list[np.ndarray]
+) -> None:
+    folder = write_image_folder(tmp_path / "own", {"7": colours[:2], "10": colours[2:3]})
+    own = read_own(folder, num_classes=11)
+    assert own.labels.tolist() == [10, 7, 7]
+    np.testing.assert_array_equal(own.pixels, np.stack([colours[2], colours[0], colours[1]]))
+
+
+def test_image_folder_with_other_names_counts_them_in_alphabetical_order(
+    tmp_path: Path, colours: list[np.ndarray]
+) -> None:
+    folder = write_image_folder(tmp_path / "own", {"dog": colours[:2], "cat": [], "eel": []})
+    assert read_own(folder, num_classes=3).labels.tolist() == [1, 1]
+    with pytest.raises(ConfigError, match="for each of the model's 4 classes, got 3 in"):
+        read_own(folder, num_classes=4)
+
+
+@pytest.mark.parametrize("name", ["train-0.parquet", "mine.parquet"])
+def test_own_images_are_read_from_parquet_files(
+    tmp_path: Path, colours: list[np.ndarray], name: str
+) -> None:
+    write_parquet(tmp_path / "own" / name, colours[:3], [4, 0, 4])
+    own = read_own(tmp_path / "own", num_classes=5)
+    assert own.labels.tolist() == [4, 0, 4]
+    np.testing.assert_array_equal(own.pixels, np.stack(colours[:3]))
+
+
+def test_own_images_that_cannot_be_used_are_refused(
+    tmp_path: Path, colours: list[np.ndarray]
+) -> None:
+    write_parquet(tmp_path / "own" / "a.parquet", colours[:3], [4, 0, 4])
+    write_parquet(tmp_path / "few" / "a.parquet", colours[:1], [0])
+    (tmp_path / "nothing").mkdir()
+    for folder, message in (
+        ("own", "labels must be below the model's 4 classes, got 4 in"),
+        ("few", "must hold at least 2 images, got 1 in"),
+        ("nothing", "must hold parquet files or a folder of images per class"),
+        ("nowhere", "data-dir in node-config must be a folder, got .*nowhere"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_own(tmp_path / folder, num_classes=4)
+
+
+def test_data_set_of_image_folders_may_lack_its_train_split(
+    tmp_path: Path, colours: list[np.ndarray]
+) -> None:
+    write_image_folder(tmp_path / "d" / "test", {"a": colours[:2], "b": colours[2:3]})
+    loaded = load_data(str(tmp_path / "d"))
+    assert (len(loaded.train), loaded.test.labels.tolist()) == (0, [0, 0, 1])
+
+
+def test_image_folders_of_a_data_set_must_agree_on_the_classes(
+    tmp_path: Path, colours: list[np.ndarray]
+) -> None:
+    write_image_folder(tmp_path / "d" / "test", {"a": colours[:2], "c": colours[2:3]})
+    write_image_folder(tmp_path / "d" / "train", {"a": colours[:2], "b": colours[2:3]})
+    with pytest.raises(ConfigError, match="must hold the same classes, got b, c in one of"):
+        load_data(str(tmp_path / "d"))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from processes import checkout
 from sim.engine import end_sessions, engine_processes
 from sim.outputs import ROUND_KEYS
 
@@ -62,20 +62,6 @@ app = ServerApp()
 def main(grid, context):
     raise RuntimeError("this server app is broken")
 """
-
-
-def checkout(folder: Path, *, client: str = "", server: str = "") -> Path:
-    """Make a checkout whose ClientApp or ServerApp is another one."""
-    root = folder / "checkout"
-    root.mkdir()
-    shutil.copytree(REPOSITORY / "sim", root / "sim", ignore=shutil.ignore_patterns("__pycache__"))
-    project = (REPOSITORY / "pyproject.toml").read_text()
-    for kind, text in (("client", client), ("server", server)):
-        if text:
-            (root / "sim" / f"probe_{kind}.py").write_text(text)
-            project = project.replace(f"sim.{kind}_app:app", f"sim.probe_{kind}:app")
-    (root / "pyproject.toml").write_text(project)
-    return root
 
 
 class Command:

@@ -239,7 +239,7 @@ def test_client_without_a_partition_says_how_to_give_it_one(tmp_path: Path) -> N
     run = TestRun(tmp_path / "run")
     for context in run.grid.contexts.values():
         del context.node_config["num-partitions"]
-    with pytest.raises(RoundError, match="node-config must hold partition-id and num-partitions"):
+    with pytest.raises(RoundError, match="node-config must hold data-dir, or partition-id and"):
         run.start()
 
 

@@ -11,6 +11,7 @@ from sim.settings import (
     DEFAULTS,
     RANGES,
     Settings,
+    check_dataset,
     expand_path,
     parse_overrides,
     read_config_file,
@@ -73,7 +74,6 @@ def test_ps_step_follows_the_payload_kind(run_config: dict[str, Any], step: floa
         ({"batch-size": 1}, "batch-size must be at least 2, got 1"),
         ({"payload": "both"}, "payload must be one of 'gradient', 'update', got 'both'"),
         ({"compressor": "zip"}, "compressor must be one of 'co3', 'none', got 'zip'"),
-        ({"dataset": "mnist"}, "dataset must be 'digits', 'cifar10' or a directory of parquet"),
         ({"data-dir": "x"}, "data-dir must be '' unless dataset is 'cifar10', got 'x'"),
         ({"min-replies": 5, "num-clients": 4}, "min-replies must be at most num-clients, got 5"),
         ({"strategy": "fedprox"}, "strategy must be one of '', 'fedavg', 'fedavgm', 'fedadam', "),
@@ -176,6 +176,13 @@ def test_a_wrong_config_file_is_named(tmp_path: Path, text: str, message: str) -
 def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a readable file, got .*nowhere.toml"):
         read_config_file(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("name", ["mnist", "", "/no/such/folder"])
+def test_a_data_set_must_be_known_where_it_is_used_only(name: str) -> None:
+    settings = Settings.from_run_config({"dataset": name})  # a client with its own need not have it
+    with pytest.raises(ConfigError, match="dataset must be 'digits', 'cifar10' or a directory"):
+        check_dataset(settings.dataset)
 
 
 def test_expand_path_fills_in_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from co3_flower import ConfigError
 from co3_flower.cli import find_checkout, main, make_app
-from sim.cli import DEFAULT_NUM_CLIENTS, resolve_settings
+from sim.cli import DEFAULT_NUM_CLIENTS, resolve_remote_settings, resolve_settings
 from sim.engine import end_sessions, engine_processes, to_toml
 from sim.outputs import read_rows
 from sim.settings import parse_overrides, read_config_file
@@ -200,3 +200,21 @@ def test_processes_of_an_engine_are_ended_and_no_others() -> None:
             process.wait()
             if process.stdout:
                 process.stdout.close()
+
+
+@pytest.mark.parametrize("key", ["run-dir", "memory-dir", "dataset"])
+def test_paths_of_a_deployment_must_be_absolute(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be an absolute path with --federation"):
+        resolve_remote_settings(None, [f"{key}='here'"], None)
+
+
+def test_settings_of_a_deployment_are_left_to_its_machines() -> None:
+    settings = resolve_remote_settings(None, ["dataset='~/not/here' memory-dir='/m'"], None)
+    assert (settings.dataset, settings.memory_dir) == ("~/not/here", "/m")
+    assert (settings.run_dir, settings.num_clients) == ("", 0)  # as the SuperLink's machine has it
+    assert resolve_remote_settings(None, [], 3).num_clients == 3
+
+
+def test_gradients_cannot_be_saved_in_a_deployment() -> None:
+    with pytest.raises(ConfigError, match="save-gradients-every must be 0 with --federation"):
+        resolve_remote_settings(None, ["save-gradients-every=2"], None)
