@@ -194,7 +194,7 @@ class Deployment:
             rows = self.rows(name)
             return bool(rows) and rows[-1]["server_round"] >= server_round
 
-        wait_until(look, READY_SECONDS, lambda: f"round {server_round}: {process.output[-2000:]}")
+        wait_until(look, 300.0, lambda: f"round {server_round}: {process.output[-2000:]}")
 
     def summary(self, name: str = "run") -> dict[str, Any]:
         """Return the run's summary."""
