@@ -12,7 +12,7 @@
 # A second SuperNode on one machine needs a --port of its own (default 9094).
 set -euo pipefail
 
-superlink="" client_id="" data_dir="" memory_dir="" ca="" key=""
+superlink="" client_id="" data_dir="" memory_dir="" ca="" key="" options=()
 while [[ $# -gt 0 ]]; do
     case $1 in
         --superlink) superlink=$2 ;;
@@ -21,7 +21,7 @@ while [[ $# -gt 0 ]]; do
         --memory-dir) memory_dir=$2 ;;
         --ca) ca=$2 ;;
         --key) key=$2 ;;
-        *) break ;;
+        *) options+=("$1"); shift; continue ;;
     esac
     shift 2
 done
@@ -44,4 +44,4 @@ if [[ -n $memory_dir ]]; then
     node+=" memory-dir=\"$(realpath -m "$memory_dir")\""
 fi
 
-exec flower-supernode "${security[@]}" --superlink "$superlink" --node-config "$node" "$@"
+exec flower-supernode "${security[@]}" --superlink "$superlink" --node-config "$node" "${options[@]}"

@@ -208,10 +208,11 @@ class Federation:
         except json.JSONDecodeError:
             answer = {}
         if done.returncode != 0 or not answer.get("success"):
-            said = answer.get("error-message") or done.stderr or done.stdout or "no output"
+            said = answer.get("error-message") or done.stderr or done.stdout
+            lines = [line for line in str(said).splitlines() if line.strip()]
             raise EngineError(
                 f"SuperLink {self.name!r} of Flower's configuration must take `flwr"
-                f" {arguments[0]}`, got {' '.join(str(said).split())}"
+                f" {arguments[0]}`, got {lines[-1].strip() if lines else 'no output'}"
             )
         return answer
 

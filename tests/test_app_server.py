@@ -11,6 +11,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAdam
 from localgrid import LocalGrid
+from test_app_data import write_parquet
 
 from co3_flower import ConfigError, PayloadError
 from co3_flower.nodes import RoundError
@@ -27,15 +28,21 @@ class TestRun:
 
     __test__ = False
 
-    def __init__(self, folder: Path, tamper: Any = None, **run_config: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tamper: Any = None,
+        nodes: list[dict[str, Any]] | None = None,
+        **run_config: Any,
+    ) -> None:
         run_config = {key.replace("_", "-"): value for key, value in run_config.items()}
         defaults = {"num-server-rounds": 2, "num-clients": NUM_CLIENTS, "run-dir": str(folder)}
         settings = Settings.from_run_config({**defaults, **run_config})
-        nodes = [{"partition-id": i, "num-partitions": NUM_CLIENTS} for i in range(NUM_CLIENTS)]
+        shares = [{"partition-id": i, "num-partitions": NUM_CLIENTS} for i in range(NUM_CLIENTS)]
         self.grid = LocalGrid(
             client_app.app,
             NUM_CLIENTS,
-            node_configs=nodes,
+            node_configs=nodes or shares,
             run_config=settings.as_run_config(),
             shuffle_seed=1,
             tamper=tamper,
@@ -284,3 +291,39 @@ def test_qfedavg_is_told_the_step_that_the_weights_it_sees_have_made(
 def test_failure_reason_is_one_line() -> None:
     reason = server_app.failure_reason(PayloadError("payload must\n  be whole"))
     assert reason == "PayloadError: payload must be whole"
+
+
+@pytest.fixture
+def own_images(tmp_path: Path, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Node-configs of clients with images of one class each; the PS has a test set of all."""
+    images = list(rng.integers(0, 256, (12, 8, 8, 3), dtype=np.uint8))
+    write_parquet(tmp_path / "server" / "test.parquet", images, [i % 4 for i in range(12)])
+    for i in range(NUM_CLIENTS):
+        write_parquet(tmp_path / f"own-{i}" / "a.parquet", images[4 * i : 4 * i + 4], [i] * 4)
+    return [
+        {"client-id": f"hospital-{i}", "data-dir": str(tmp_path / f"own-{i}")}
+        for i in range(NUM_CLIENTS)
+    ]
+
+
+def test_clients_train_on_images_of_their_own(
+    tmp_path: Path, own_images: list[dict[str, Any]]
+) -> None:
+    run = TestRun(tmp_path / "run", nodes=own_images, dataset=str(tmp_path / "server"))
+    summary = run.start()
+    assert summary["replies"] == 2 * NUM_CLIENTS
+    assert [reply.content["metrics"]["num-examples"] for reply in run.grid.train_replies] == [4] * (
+        2 * NUM_CLIENTS
+    )
+    ids = {reply.content["co3"]["client-id"] for reply in run.grid.train_replies}
+    assert ids == {node["client-id"] for node in own_images}
+    with np.load(run.folder / "model.npz") as model:
+        assert model["classifier.weight"].shape[0] == 4  # the test set's classes, not a client's
+
+
+def test_client_without_images_where_there_are_none_to_share_says_so(
+    tmp_path: Path, own_images: list[dict[str, Any]]
+) -> None:
+    run = TestRun(tmp_path / "run", dataset=str(tmp_path / "server"))
+    with pytest.raises(RoundError, match="dataset folder must hold train.* got '.*server'"):
+        run.start()

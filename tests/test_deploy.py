@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 from deployment import Deployment, wait_until
 from processes import checkout
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 GUIDE = (REPOSITORY / "docs" / "deploy.md").read_text()
 SECTIONS = {
