@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,10 +76,12 @@ class Ledger:
         self.downlink_bits = 0
         self._before = (0, 0, 0)
 
-    def open_round(self, content: RecordDict, num_messages: int) -> None:
-        """Begin a round in which ``num_messages`` train messages of this content go out."""
+    def open_round(self, contents: Sequence[RecordDict]) -> None:
+        """Begin a round in which train messages of these contents go out, some of them the same."""
         self._before = (self.uplink_bits, self.overhead_bits, self.downlink_bits)
-        self.downlink_bits += 8 * count_bytes(content) * num_messages
+        times = Counter(map(id, contents))
+        for content in {id(content): content for content in contents}.values():
+            self.downlink_bits += 8 * count_bytes(content) * times[id(content)]
 
     def count_reply(self, content: RecordDict) -> None:
         """Count one train reply that came in, good or not."""

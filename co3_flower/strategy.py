@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -227,6 +228,9 @@ class CO3Strategy(Strategy):
         self._ledger = Ledger()
         self._budget: UplinkBudget | None = None
         self._client_ids: dict[int, ClientId] = {}
+        self._used_rounds: dict[ClientId, int] = {}
+        self._met: set[int] = set()  # nodes that train messages went to
+        self._strangers: set[int] = set()  # nodes that were asked for their client-id
         self._roles: TensorRoles | None = None
         self._nonnegative: frozenset[str] = frozenset()
         self._arrays = ArrayRecord()
@@ -354,11 +358,18 @@ class CO3Strategy(Strategy):
         share = 0
         if self._budget is not None:
             share = self._budget.share_out(server_round, len(nodes), self.R // 8)
-        config.update(self._settings(server_round, self._roles, share).to_scalars())
-        content = message_content(arrays, config, "fitins")
+        settings = self._settings(server_round, self._roles, share)
+        used_rounds = self._used_rounds_of(nodes, grid)
+        contents = {}  # one for all nodes that are told the same
+        for used_round in set(used_rounds.values()):
+            scalars = dataclasses.replace(settings, used_round=used_round).to_scalars()
+            whole = ConfigRecord({**config, **scalars})
+            contents[used_round] = message_content(arrays, whole, "fitins")
         self._arrays = arrays
-        self._sent = [Message(content, node, MessageType.TRAIN) for node in nodes]
-        self._ledger.open_round(content, len(nodes))
+        self._sent = [
+            Message(contents[used_rounds[node]], node, MessageType.TRAIN) for node in nodes
+        ]
+        self._ledger.open_round([message.content for message in self._sent])
         logger.info("configure_train: %d clients chosen", len(nodes))
         return list(self._sent)
 
@@ -404,6 +415,7 @@ class CO3Strategy(Strategy):
         self._check_round(server_round, len(total.used), failures)
         arrays, metrics = self._step(server_round, roles, total, updates)
         metrics.update({k.replace("_", "-"): record[k] for k in _REPORTED if record[k] is not None})
+        self._used_rounds |= {reply.client_id: server_round for reply in total.used}
         record["aggregate_seconds"] = time.perf_counter() - start
         return arrays, metrics
 
@@ -488,6 +500,27 @@ class CO3Strategy(Strategy):
             self._client_ids |= learn_client_ids(grid, unknown, self.node_timeout)
         known = {node: self._client_ids[node] for node in nodes if node in self._client_ids}
         return sample_nodes(known, fraction, minimum, (self.seed, server_round, stream))
+
+    def _used_rounds_of(self, nodes: Sequence[int], grid: Grid) -> dict[int, int | None]:
+        """Return the last round whose update was used, by node: 0 for none, None for not known.
+
+        A client may be back at a node of another id, so a node that is new in the middle of a run
+        is asked, once, whose it is.
+        """
+        new = [node for node in nodes if node not in self._client_ids and node not in self._met]
+        self._met.update(nodes)
+        if new and self._used_rounds:
+            try:
+                self._client_ids |= learn_client_ids(grid, new, self.node_timeout)
+            except RoundError as error:
+                logger.warning("%d new nodes are not known: %s", len(new), error)
+            self._strangers.update(new)
+        return {
+            node: None
+            if node in self._strangers and node not in self._client_ids
+            else self._used_rounds.get(self._client_ids.get(node, ""), 0)
+            for node in nodes
+        }
 
     def _norm_limit(self, roles: TensorRoles) -> NormLimit | None:
         norm = client_clipping_norm(self.inner) or self.max_update_norm
