@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import RecordDict
@@ -75,6 +75,20 @@ class Ledger:
         self.overhead_bits = 0
         self.downlink_bits = 0
         self._before = (0, 0, 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return all of the books, for a checkpoint."""
+        return {
+            "history": self.history,
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "totals": (self.uplink_bits, self.overhead_bits, self.downlink_bits),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.history = state["history"]
+        self.failures = [Failure(**failure) for failure in state["failures"]]
+        self.uplink_bits, self.overhead_bits, self.downlink_bits = state["totals"]
 
     def open_round(self, contents: Sequence[RecordDict]) -> None:
         """Begin a round in which train messages of these contents go out, some of them the same."""

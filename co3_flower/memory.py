@@ -13,13 +13,11 @@ import contextlib
 import json
 import logging
 import math
-import os
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -27,6 +25,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from co3_flower.errors import ConfigError
+from co3_flower.files import write_durably
 from co3_flower.records import ClientId, TrainSettings, client_id, values_of
 
 logger = logging.getLogger("flwr.co3")
@@ -451,8 +450,15 @@ class FileStore:
         else:
             path = self.paths[0] if last is None else kept[last]
         head, numbers = _pack(generation, residual, payload)
+
+        def write(file: IO[bytes]) -> None:
+            file.write(head)
+            file.write(numbers.data)
+            file.write(payload)
+
         with _named(self._directory):
-            self._write(path, head, numbers, payload)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_durably(path, write)
             if not bases:
                 next(other for other in self.paths if other != path).unlink(missing_ok=True)
 
@@ -468,25 +474,6 @@ class FileStore:
                 except _DAMAGED as error:
                     self._rename(path, _unreadable(error))
         return found
-
-    def _write(self, path: Path, head: bytes, numbers: NDArray[np.float32], payload: bytes) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".tmp", dir=self._directory
-        )
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(head)
-                file.write(numbers.data)
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
-        _sync_directory(self._directory)
 
     def _rename(self, path: Path, reason: str) -> None:
         aside = path.with_name(path.name + ".unusable")
@@ -606,18 +593,6 @@ def _named(directory: Path) -> Iterator[None]:
             f"memory-dir must be a folder that can be read and written, got {str(directory)!r} "
             f"({error.strerror or error})"
         ) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename durable; not every platform can open a directory."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _setting(context: Context, key: str) -> str:

@@ -78,6 +78,7 @@ BAD: dict[str, list[Any]] = {
     "eval-every": [0, -1],
     "save-gradients-every": [-1],
     "run-dir": ["/dev/null/x", "/dev/null", "$NO_SUCH_VARIABLE/x"],
+    "resume": [True],  # without a run in run-dir
     "memory-dir": ["/dev/null/x", "/dev/null", "$NO_SUCH_VARIABLE/x"],
 }
 WRONG_TYPE: dict[type, list[Any]] = {
