@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import RecordDict
@@ -75,10 +76,26 @@ class Ledger:
         self.downlink_bits = 0
         self._before = (0, 0, 0)
 
-    def open_round(self, content: RecordDict, num_messages: int) -> None:
-        """Begin a round in which ``num_messages`` train messages of this content go out."""
+    def state(self) -> dict[str, Any]:
+        """Return all of the books, for a checkpoint."""
+        return {
+            "history": self.history,
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "totals": (self.uplink_bits, self.overhead_bits, self.downlink_bits),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.history = state["history"]
+        self.failures = [Failure(**failure) for failure in state["failures"]]
+        self.uplink_bits, self.overhead_bits, self.downlink_bits = state["totals"]
+
+    def open_round(self, contents: Sequence[RecordDict]) -> None:
+        """Begin a round in which train messages of these contents go out, some of them the same."""
         self._before = (self.uplink_bits, self.overhead_bits, self.downlink_bits)
-        self.downlink_bits += 8 * count_bytes(content) * num_messages
+        times = Counter(map(id, contents))
+        for content in {id(content): content for content in contents}.values():
+            self.downlink_bits += 8 * count_bytes(content) * times[id(content)]
 
     def count_reply(self, content: RecordDict) -> None:
         """Count one train reply that came in, good or not."""

@@ -31,9 +31,10 @@ from flwr.common import FitIns, FitRes, Parameters
 from numpy.typing import NDArray
 
 from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
+from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout, as_arrays
-from co3_flower.memory import ScaleStore, residual_store
+from co3_flower.memory import ClientMemory, ScaleStore, client_memory
 from co3_flower.records import (
     ARRAYS,
     CLIENT_ID,
@@ -290,7 +291,7 @@ class _Sender:
 
     def __init__(self, context: Context, settings: TrainSettings, roles: TensorRoles) -> None:
         self._context, self._settings, self._roles = context, settings, roles
-        self._store = residual_store(context, settings)
+        self._memory: ClientMemory | None = None
         self._scales = ScaleStore(context, settings.codec.scale_refit_every)
         self._digest = b""
         self._encoded: EncodedUpdate | None = None
@@ -312,13 +313,18 @@ class _Sender:
             self._encoded = encode_raw_update(sent)
         else:
             config = roles.codec_config(self._settings.codec, _num_threads(self._context))
-            self._digest = _residual_digest(sent, config.raw)
+            self._digest = _residual_digest(sent, config)
+            self._memory = client_memory(
+                self._context, self._settings, self._digest, config.float_format.name, config.gamma
+            )
+            recalled = self._memory.recall()
             self._encoded = encode_update(
                 sent,
-                self._store.load(self._digest),
+                recalled.residual,
                 config,
                 max_payload_bytes=self._settings.max_payload_bytes or None,
                 scales=self._scales.load(self._settings.server_round, self._digest),
+                unused_payload=recalled.unused_payload,
             )
         seconds = time.perf_counter() - start
         encoded = self._encoded
@@ -340,8 +346,8 @@ class _Sender:
                 if row.name in self._roles.trainable and row.zero_fraction < 1
             }
             self._scales.save(scales, self._settings.server_round, self._digest)
-        if self._encoded.residual:
-            self._store.save(self._encoded.residual, self._settings.server_round, self._digest)
+        if self._memory is not None and self._encoded.residual:
+            self._memory.save(self._encoded.residual, self._encoded.payload)
         return self._encoded
 
 
@@ -424,9 +430,13 @@ def _cast(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.ascontiguousarray(value, dtype).reshape(value.shape)
 
 
-def _residual_digest(sent: Arrays, raw: Sequence[int | str]) -> bytes:
-    """Return 8 bytes over names and shapes of the error-fed tensors: what a residual must fit."""
-    rows = [(n, a.shape) for n, a in sent.items() if a.dtype == np.float32 and n not in raw]
+def _residual_digest(sent: Arrays, config: CodecConfig) -> bytes:
+    """Return 8 bytes over names, shapes and roles of the error-fed tensors."""
+    rows = [
+        (name, array.shape, name in config.buffers)
+        for name, array in sent.items()
+        if array.dtype == np.float32 and name not in config.raw
+    ]
     return hashlib.blake2b(repr(rows).encode(), digest_size=8).digest()
 
 

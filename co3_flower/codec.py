@@ -76,6 +76,7 @@ def encode_update(
     config: CodecConfig,
     max_payload_bytes: int | None = None,
     scales: Mapping[str, float] | None = None,
+    unused_payload: bytes | memoryview | None = None,
 ) -> EncodedUpdate:
     """Convert, correct and compress a client's update into one payload.
 
@@ -95,6 +96,10 @@ def encode_update(
     scales : mapping of str to float, optional
         Scales of coded tensors by name, float32, to be used as they are; the other tensors get
         theirs from the rule. A payload that is made to fit has other ones.
+    unused_payload : bytes-like, optional
+        The `payload` of the last round's result, where the server did not use it. What it says of
+        coded tensors and buffers, c, joins this update undecayed beside the residual m:
+        ``v = f32(g + f32(f32(f32(gamma) * m) + c))``. Its raw tensors are not made up for.
 
     Returns
     -------
@@ -105,6 +110,8 @@ def encode_update(
     ------
     TypeError
         If an entry has a dtype that cannot travel, or `config` is no CodecConfig.
+    PayloadError
+        If `unused_payload` is no sound payload of this update's layout.
     ConfigError
         If the target leaves no room beside header, scales and raw tensors.
     ValueError
@@ -134,7 +141,8 @@ def encode_update(
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(arrays, layout, plan)
     given = _given_scales(scales, layout, plan, config)
-    whole = _Update(arrays, residual, layout, plan, config, sum(map(len, raw)), given)
+    memory, gammas = _memory(residual, unused_payload, layout, plan, config)
+    whole = _Update(arrays, memory, gammas, layout, plan, config, sum(map(len, raw)), given)
     if config.target_bits_per_parameter is None or plan.offsets[plan.num_coded] == 0:
         conversion = _convert(whole)
     else:
@@ -197,7 +205,10 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
     plan = layout.plan(kinds, config.min_numel)
     raw = _raw_bytes(arrays, layout, plan)
     given = _given_scales(None, layout, plan, config)
-    nothing = _convert(_Update(arrays, None, layout, plan, config, sum(map(len, raw)), given))
+    memory, gammas = _memory(None, None, layout, plan, config)
+    nothing = _convert(
+        _Update(arrays, memory, gammas, layout, plan, config, sum(map(len, raw)), given)
+    )
     payload, stats = _compress(layout, plan, config, nothing, raw, SCHEME_NONE)
     return EncodedUpdate(payload, {}, stats)
 
@@ -383,7 +394,8 @@ class _Update:
     """What is to be encoded, and how."""
 
     arrays: Mapping[str, NDArray[Any]]
-    residual: Mapping[str, NDArray[np.float32]] | None
+    memory: NDArray[np.float32]  # flat as the entries, or empty
+    gammas: NDArray[np.float32]  # [tensors], what the memory is multiplied with
     layout: Layout
     plan: Plan
     config: CodecConfig
@@ -404,14 +416,8 @@ class _Update:
         return target * num_parameters / 8
 
     def flat(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Return the entries (to be overwritten), the residual's, and each tensor's gamma."""
-        gammas = np.full(len(self.plan.order), self.config.gamma, np.float32)
-        gammas[self.plan.num_coded :] = _BUFFER_GAMMA
-        return (
-            _flatten(self.arrays, self.layout, self.plan),
-            _flatten_residual(self.residual, self.layout, self.plan),
-            gammas,
-        )
+        """Return the entries (to be overwritten), the memory's, and each tensor's gamma."""
+        return _flatten(self.arrays, self.layout, self.plan), self.memory, self.gammas
 
     def check_finite(self, coded: Converted, buffers: Converted) -> None:
         """Raise ValueError for entries that were counted as not finite."""
@@ -611,6 +617,28 @@ def _flatten(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -> 
             parts = [arrays[layout.names[i]].reshape(-1) for i in plan.order]
             np.concatenate(parts, out=flat, casting="unsafe")
     return flat
+
+
+def _memory(
+    residual: Mapping[str, NDArray[np.float32]] | None,
+    unused_payload: bytes | memoryview | None,
+    layout: Layout,
+    plan: Plan,
+    config: CodecConfig,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return m, flat or empty, and each tensor's gamma; with c added, the carry and ones."""
+    memory = _flatten_residual(residual, layout, plan)
+    gammas = np.full(len(plan.order), config.gamma, np.float32)
+    gammas[plan.num_coded :] = _BUFFER_GAMMA
+    if unused_payload is None:
+        return memory, gammas
+    carry = np.zeros(plan.num_symbols, np.float32)
+    if memory.size:
+        for gamma, begin, end in zip(gammas, plan.offsets[:-1], plan.offsets[1:], strict=True):
+            np.multiply(memory[begin:end], gamma, out=carry[begin:end])
+    parts = _unflatten(carry, layout, plan)
+    accumulate_update(unused_payload, parts, 1.0, layout, config.num_threads)
+    return carry, np.ones_like(gammas)
 
 
 def _flatten_residual(

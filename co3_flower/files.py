@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +91,42 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
     part.replace(path)
+
+
+def write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let ``write`` fill a file that replaces another in one step, flushed to disk before that.
+
+    Parameters
+    ----------
+    path : Path
+        The file, in a folder that exists.
+    write : callable
+        Gets a file to write to. If it raises, the old file stays and nothing is left beside it.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename durable; not every platform can open a directory."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_output(path: Path, suffixes: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ PAYLOAD = "payload"
 SERVER_ROUND = "server-round"
 CLIENT_ID = "client-id"
 MAX_PAYLOAD_BYTES = "max-payload-bytes"
+USED_ROUND = "used-round"
 QUERY = "co3.query"  # in a message's config: tell the client-id, do not train
 
 _NPY_HEADER = 10  # bytes before the text of an .npy header: magic, version, length
@@ -81,6 +82,10 @@ class TrainSettings:
         Most bytes of the round's payload; 0 for no limit.
     memory_dir, experiment_id : str
         Where clients keep residuals in files, and under which name; empty for the context.
+    used_round : int or None
+        Last round whose update from this client the server has used, 0 for none; the one setting
+        that differs between the clients of a round. None where the server does not know the client,
+        which then takes its last update for used.
     """
 
     server_round: int
@@ -93,6 +98,7 @@ class TrainSettings:
     max_payload_bytes: int = 0
     memory_dir: str = ""
     experiment_id: str = ""
+    used_round: int | None = None
 
     def to_scalars(self) -> dict[str, ConfigRecordValues]:
         """Return the settings as record scalars, keys "co3.format", "co3.gamma" and so on."""
@@ -107,6 +113,8 @@ class TrainSettings:
             PREFIX + "compressor": self.compressor,
             PREFIX + "buffers-kind": self.buffers_kind,
         }
+        if self.used_round is not None:
+            scalars[PREFIX + USED_ROUND] = self.used_round
         if self.max_payload_bytes:
             scalars[PREFIX + MAX_PAYLOAD_BYTES] = self.max_payload_bytes
         texts = {
@@ -132,6 +140,7 @@ class TrainSettings:
                 f"train message must hold '{PREFIX + SERVER_ROUND}' and the like, got keys "
                 f"{sorted(config)}; give the ServerApp a CO3Strategy"
             )
+        used_round = config.get(PREFIX + USED_ROUND)
         codec: dict[str, Any] = {
             name: config[key] for name, key in _CODEC_SCALARS.items() if key in config
         }
@@ -146,6 +155,7 @@ class TrainSettings:
             max_payload_bytes=int(cast(int, config.get(PREFIX + MAX_PAYLOAD_BYTES, 0))),
             memory_dir=str(config.get(PREFIX + "memory-dir", "")),
             experiment_id=str(config.get(PREFIX + "experiment-id", "")),
+            used_round=None if used_round is None else int(cast(int, used_round)),
         )
 
 

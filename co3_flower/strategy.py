@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -21,6 +24,12 @@ from co3_flower.aggregation import (
     sum_updates,
 )
 from co3_flower.budget import UplinkBudget
+from co3_flower.checkpoint import (
+    read_checkpoint,
+    restore_strategy,
+    strategy_state,
+    write_checkpoint,
+)
 from co3_flower.checks import (
     check_bool,
     check_choice,
@@ -56,6 +65,7 @@ from co3_flower.records import (
     values_of,
 )
 from co3_flower.replies import SECAGG_REFUSED, TrainReply, common_metrics
+from co3_flower.resume import start_from
 from co3_flower.roles import TensorRoles, find_roles
 
 logger = logging.getLogger("flwr.co3")
@@ -118,6 +128,10 @@ class CO3Strategy(Strategy):
     memory_dir, experiment_id : str, optional
         Directory on the clients for residuals in files (empty: Flower's context), and the name
         that the files carry (empty: the run's id).
+    checkpoint_path : str or Path, optional
+        File that `start` replaces before each round's messages go out: all that it needs to go on
+        from there, an inner strategy's state included. Without an ``experiment_id`` it makes one,
+        so that the clients' files are found again, too.
 
     Attributes
     ----------
@@ -168,6 +182,7 @@ class CO3Strategy(Strategy):
         uplink_budget_bytes: int | None = None,
         memory_dir: str | None = None,
         experiment_id: str = "",
+        checkpoint_path: str | Path | None = None,
     ) -> None:
         if not isinstance(config, CodecConfig):
             check_choice("compressor", config, COMPRESSORS)
@@ -220,13 +235,19 @@ class CO3Strategy(Strategy):
         self.reclip = reclip
         self.uplink_budget_bytes = uplink_budget_bytes or None
         self.memory_dir = memory_dir or ""
-        self.experiment_id = experiment_id
+        self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
+        if self.checkpoint_path is not None and inner is not None:
+            strategy_state(inner)  # refuses what could not be restored
+        self.experiment_id = experiment_id or ("" if checkpoint_path is None else str(uuid4()))
         self._reset()
 
     def _reset(self) -> None:
         self._ledger = Ledger()
         self._budget: UplinkBudget | None = None
         self._client_ids: dict[int, ClientId] = {}
+        self._used_rounds: dict[ClientId, int] = {}
+        self._met: set[int] = set()  # nodes that train messages went to
+        self._strangers: set[int] = set()  # nodes that were asked for their client-id
         self._roles: TensorRoles | None = None
         self._nonnegative: frozenset[str] = frozenset()
         self._arrays = ArrayRecord()
@@ -271,14 +292,20 @@ class CO3Strategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        resume: bool = False,
     ) -> Result:
         """Run all rounds as Flower's own ``start`` does, with all counters set back to zero first.
+
+        With ``resume`` the rounds go on where the checkpoint was written, up to ``num_rounds`` in
+        all, as if nothing had happened: books, budget and moments too. The result holds the rounds
+        from there on. Clients that keep their residuals in files go on with them.
 
         Raises
         ------
         ConfigError
             When the server is to evaluate a model whose buffers it never gets, or the uplink budget
-            or the target is below what zeros take.
+            or the target is below what zeros take, or the checkpoint is not one of this training.
         RoundError
             When a round cannot be finished.
         """
@@ -290,9 +317,11 @@ class CO3Strategy(Strategy):
                 "server's copy of the running statistics would never change"
             )
         self._plan_uplink(initial_arrays, num_rounds)
-        return super().start(
-            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
+        configs = (timeout, train_config, evaluate_config)
+        if not resume:
+            return super().start(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
+        first_round, arrays = self._restore(initial_arrays, num_rounds)
+        return start_from(self, first_round, grid, arrays, num_rounds, *configs, evaluate_fn)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Refuse Flower's legacy workflows, which begin with this call; SecAgg+ is one of them.
@@ -336,6 +365,8 @@ class CO3Strategy(Strategy):
             When too few nodes are there in time, or the uplink budget is spent.
         """
         refuse_wrappers()
+        if self.checkpoint_path is not None:
+            self._write_checkpoint(server_round, arrays)
         if self.uplink_budget_bytes and self._budget is None:
             raise RoundError("start must run the rounds of an uplink budget, got a single one")
         if self._roles is None or tuple(arrays) != self._roles.layout.names:
@@ -354,11 +385,18 @@ class CO3Strategy(Strategy):
         share = 0
         if self._budget is not None:
             share = self._budget.share_out(server_round, len(nodes), self.R // 8)
-        config.update(self._settings(server_round, self._roles, share).to_scalars())
-        content = message_content(arrays, config, "fitins")
+        settings = self._settings(server_round, self._roles, share)
+        used_rounds = self._used_rounds_of(nodes, grid)
+        contents = {}  # one for all nodes that are told the same
+        for used_round in set(used_rounds.values()):
+            scalars = dataclasses.replace(settings, used_round=used_round).to_scalars()
+            whole = ConfigRecord({**config, **scalars})
+            contents[used_round] = message_content(arrays, whole, "fitins")
         self._arrays = arrays
-        self._sent = [Message(content, node, MessageType.TRAIN) for node in nodes]
-        self._ledger.open_round(content, len(nodes))
+        self._sent = [
+            Message(contents[used_rounds[node]], node, MessageType.TRAIN) for node in nodes
+        ]
+        self._ledger.open_round([message.content for message in self._sent])
         logger.info("configure_train: %d clients chosen", len(nodes))
         return list(self._sent)
 
@@ -404,6 +442,7 @@ class CO3Strategy(Strategy):
         self._check_round(server_round, len(total.used), failures)
         arrays, metrics = self._step(server_round, roles, total, updates)
         metrics.update({k.replace("_", "-"): record[k] for k in _REPORTED if record[k] is not None})
+        self._used_rounds |= {reply.client_id: server_round for reply in total.used}
         record["aggregate_seconds"] = time.perf_counter() - start
         return arrays, metrics
 
@@ -424,6 +463,59 @@ class CO3Strategy(Strategy):
     ) -> MetricRecord | None:
         """Return the mean of the clients' metrics, weighted by examples; failures are logged."""
         return aggregate_evaluation(server_round, replies, self._client_ids, self.inner)
+
+    def _write_checkpoint(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Write down all that is needed to begin this round again."""
+        assert self.checkpoint_path is not None
+        content = {
+            "server_round": server_round,
+            "arrays": arrays,
+            "experiment_id": self.experiment_id,
+            "ledger": self._ledger.state(),
+            "used_rounds": self._used_rounds,
+            "nonnegative": sorted(self._nonnegative),
+            "lost_bytes": 0 if self._budget is None else self._budget.lost_bytes,
+            "inner": None if self.inner is None else strategy_state(self.inner),
+        }
+        try:
+            write_checkpoint(self.checkpoint_path, content)
+        except OSError as error:
+            raise RoundError(
+                f"checkpoint must be written before round {server_round}, got "
+                f"{str(self.checkpoint_path)!r} ({error.strerror or error})"
+            ) from error
+
+    def _restore(self, initial_arrays: ArrayRecord, num_rounds: int) -> tuple[int, ArrayRecord]:
+        """Take over the checkpoint; return the round to begin with, and its model."""
+        if self.checkpoint_path is None:
+            raise ConfigError("checkpoint_path must be set with resume, got None")
+        state = read_checkpoint(self.checkpoint_path)
+        server_round, arrays = state["server_round"], state["arrays"]
+        if server_round > num_rounds:
+            raise ConfigError(
+                f"num_rounds must be at least {server_round}, the round to go on with, got "
+                f"{num_rounds}"
+            )
+        layouts = [
+            Layout.of({n: values_of(a) for n, a in r.items()}) for r in (arrays, initial_arrays)
+        ]
+        if layouts[0] != layouts[1]:
+            raise ConfigError(
+                f"initial arrays must have the names, shapes and dtypes of the checkpoint "
+                f"{str(self.checkpoint_path)!r}, got others"
+            )
+        if (self.inner is None) != (state["inner"] is None):
+            raise ConfigError(f"inner must be None or not as in {str(self.checkpoint_path)!r}")
+        if self.inner is not None:
+            restore_strategy(self.inner, state["inner"])
+        self.experiment_id = state["experiment_id"]
+        self._ledger.restore(state["ledger"])
+        self._used_rounds = state["used_rounds"]
+        self._roles = self._find_roles(arrays)
+        self._nonnegative = frozenset(state["nonnegative"])
+        if self._budget is not None:
+            self._budget.lost_bytes = state["lost_bytes"]
+        return server_round, arrays
 
     def _find_roles(self, arrays: ArrayRecord) -> TensorRoles:
         layout = Layout.of({name: values_of(array) for name, array in arrays.items()})
@@ -480,7 +572,7 @@ class CO3Strategy(Strategy):
         self, grid: Grid, fraction: float, minimum: int, server_round: int, stream: int
     ) -> list[int]:
         """Return the nodes of a round: all of them, or a seeded sample of client-ids."""
-        is_first = not self.history
+        is_first = not self._met
         nodes = wait_for_nodes(grid, self.num_clients if is_first else minimum, self.node_timeout)
         if fraction == 1:
             return nodes
@@ -488,6 +580,27 @@ class CO3Strategy(Strategy):
             self._client_ids |= learn_client_ids(grid, unknown, self.node_timeout)
         known = {node: self._client_ids[node] for node in nodes if node in self._client_ids}
         return sample_nodes(known, fraction, minimum, (self.seed, server_round, stream))
+
+    def _used_rounds_of(self, nodes: Sequence[int], grid: Grid) -> dict[int, int | None]:
+        """Return the last round whose update was used, by node: 0 for none, None for not known.
+
+        A client may be back at a node of another id, so a node that is new in the middle of a run
+        is asked, once, whose it is.
+        """
+        new = [node for node in nodes if node not in self._client_ids and node not in self._met]
+        self._met.update(nodes)
+        if new and self._used_rounds:
+            try:
+                self._client_ids |= learn_client_ids(grid, new, self.node_timeout)
+            except RoundError as error:
+                logger.warning("%d new nodes are not known: %s", len(new), error)
+            self._strangers.update(new)
+        return {
+            node: None
+            if node in self._strangers and node not in self._client_ids
+            else self._used_rounds.get(self._client_ids.get(node, ""), 0)
+            for node in nodes
+        }
 
     def _norm_limit(self, roles: TensorRoles) -> NormLimit | None:
         norm = client_clipping_norm(self.inner) or self.max_update_norm

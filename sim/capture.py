@@ -58,6 +58,8 @@ def save_update(context: Context, sent: SentUpdate) -> None:
         )
     last = min(-(-sent.server_round // every) * every, settings.num_server_rounds)
     base = Path(settings.run_dir) / FOLDER / f"round-{last:05d}"
+    if sent.server_round in _rounds_in(base):
+        return  # a resumed run repeats it
     base.parent.mkdir(parents=True, exist_ok=True)
     if not base.with_suffix(SUMS).exists():
         finish_means(Path(settings.run_dir))  # of rounds whose last one this client was not in
@@ -98,6 +100,16 @@ def read_layers(base: Path, model: str) -> dict[str, NDArray[np.float32]]:
         layers = figure_layers(model, {name: x.shape for name, x in tensors.items()})
         found |= {f"{kind}/{title}": tensors[name] for title, name in layers.items()}
     return found
+
+
+def _rounds_in(base: Path) -> list[int]:
+    """Return the rounds in a mean so far."""
+    try:
+        note = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    rounds: list[int] = note["rounds"]
+    return rounds
 
 
 def _add(base: Path, sent: SentUpdate) -> None:

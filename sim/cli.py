@@ -27,6 +27,7 @@ from sim.outputs import (
     check_writable,
     default_run_dir,
     format_table,
+    read_config,
     read_rows,
     read_summary,
 )
@@ -116,6 +117,14 @@ def register(app: typer.Typer, root: Path) -> None:
                 " SuperNodes connected to it, and start none; see docs/deploy.md.",
             ),
         ] = None,
+        resume: Annotated[
+            Path | None,
+            typer.Option(
+                "--resume",
+                metavar="RUN_DIR",
+                help="Go on with a run that was ended, killed or failed, with its own settings.",
+            ),
+        ] = None,
     ) -> None:
         r"""Train a network federatedly, and count the bits.
 
@@ -130,7 +139,14 @@ def register(app: typer.Typer, root: Path) -> None:
         The exit code is 0 for a completed run, 1 for one that failed, 2 for a wrong setting, 130
         after Ctrl-C.
         """
-        if federation is None:
+        if resume is not None:
+            if config or override or num_clients or federation:
+                raise ConfigError(
+                    "--resume must stand alone, got other options; a run goes on with its own"
+                    " settings (on a federation: the same ones, and -c 'resume=true')"
+                )
+            summary = run_experiment(root, resumed_settings(resume), Console())
+        elif federation is None:
             settings = resolve_settings(config, override or [], num_clients, Path.cwd())
             summary = run_experiment(root, settings, Console())
         else:
@@ -235,6 +251,28 @@ def resolve_settings(
         # U residuals need not sit in the driver's memory.
         memory_dir = str(Path(run_dir) / "memory")
     return replace(settings, run_dir=run_dir, memory_dir=memory_dir)
+
+
+def resumed_settings(run_dir: Path) -> Settings:
+    """Return the settings with which a run goes on; its folder may have been moved.
+
+    Parameters
+    ----------
+    run_dir : Path
+        Folder of the run.
+
+    Raises
+    ------
+    ConfigError
+        It holds no run, or a completed one.
+    """
+    run_dir = run_dir.absolute()
+    settings = Settings.from_run_config(read_config(run_dir)["run_config"])
+    memory_dir = settings.memory_dir
+    if memory_dir and Path(memory_dir).is_relative_to(settings.run_dir):
+        memory_dir = str(run_dir / Path(memory_dir).relative_to(settings.run_dir))
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that failed; there is a new end
+    return replace(settings, run_dir=str(run_dir), memory_dir=memory_dir, resume=True)
 
 
 def resolve_remote_settings(
@@ -349,6 +387,8 @@ def run_sweep(
 def _settle(values: Mapping[str, Value], folder: Path) -> Settings:
     """Check settings, make their paths absolute and the number of clients known."""
     settings = Settings.from_run_config(values)
+    if settings.resume:
+        raise ConfigError("resume must be false here, got true; use `co3 run --resume RUN_DIR`")
     paths = {name: _absolute(getattr(settings, name), name, folder) for name in PATH_KEYS}
     if settings.dataset not in DATASETS:
         paths["dataset"] = _absolute(settings.dataset, "dataset", folder)
@@ -406,7 +446,7 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
                 summary=lambda: read_summary(folder),
             )
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; what there is lies in {folder}") from None
+        raise Interrupted(f"interrupted; `co3 run --resume {folder}` goes on") from None
     summary = read_summary(folder)
     if summary is None:
         summary = {"status": "failed", "error": last_error(log.read_text(errors="replace"))}

@@ -5,9 +5,11 @@ rounds.jsonl   one line per round, `ROUND_KEYS`
 summary.json   accuracy, R, rates; status "completed" or "failed" with the reason
 model.npz      the last model, one member per tensor
 events...      the same numbers for TensorBoard, and histograms of saved gradients
+checkpoint.npz what the PS needs to go on with a run that was ended; gone once it is completed
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -24,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 from co3_flower import Co3Error, ConfigError
+from co3_flower.checkpoint import read_checkpoint
 from sim.settings import Settings
 
 ROUND_KEYS = (
@@ -99,13 +102,7 @@ class RunFolder:
             The folder already holds a run, or cannot be written.
         """
         check_is_unused(path)
-        check_writable(path, "run-dir")
-        self.path = path
-        self.experiment_id = str(uuid.uuid4())
-        self.rows: list[Row] = []
-        self._settings = settings
-        self._started = time.monotonic()
-        self._events: Any = None
+        self._open(path, str(uuid.uuid4()))
         content = {
             "experiment_id": self.experiment_id,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -114,6 +111,70 @@ class RunFolder:
         }
         with _named(path):
             _write_json(path / "config.json", content)
+        self._hold()
+
+    @classmethod
+    def reopen(cls, path: Path, settings: Settings) -> "RunFolder":
+        """Open the folder of a run that was ended; what is newer than its checkpoint is dropped.
+
+        Raises
+        ------
+        ConfigError
+            The folder holds no run, a completed one, or one of other settings.
+        """
+        config = read_config(path)
+        old = settings.as_run_config() | config["run_config"]
+        differing = [
+            f"{key} = {old[key]!r}, got {value!r}"
+            for key, value in settings.as_run_config().items()
+            if value != old[key] and key not in ("resume", "run-dir", "memory-dir")
+        ]
+        if differing:
+            raise ConfigError(
+                f"settings must be those of the run in {path}: {'; '.join(differing)}"
+            )
+        folder = cls.__new__(cls)
+        folder._open(path, config["experiment_id"])
+        folder._hold()
+        folder.can_resume = folder.checkpoint_path.exists()
+        folder._next_round = (
+            read_checkpoint(folder.checkpoint_path)["server_round"] if folder.can_resume else 0
+        )
+        folder.rows = [row for row in read_rows(path) if row["server_round"] < folder._next_round]
+        text = "".join(json.dumps(row) + "\n" for row in folder.rows)
+        with _named(path):
+            (path / "summary.json").unlink(missing_ok=True)
+            _write_whole(path / "rounds.jsonl", lambda file: file.write(text.encode()))
+        return folder
+
+    def _open(self, path: Path, experiment_id: str) -> None:
+        check_writable(path, "run-dir")
+        self.path = path
+        self.experiment_id = experiment_id
+        self.checkpoint_path = path / "checkpoint.npz"
+        self.can_resume = False
+        self.rows: list[Row] = []
+        self._next_round: int | None = None  # of a run that goes on
+        self._started = time.monotonic()
+        self._events: Any = None
+        self._held: int | None = None
+
+    def _hold(self) -> None:
+        """Hold config.json against a second process that goes on with the same run."""
+        self._held = os.open(self.path / "config.json", os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise ConfigError(
+                f"run must have ended to go on with it, got one that still runs in {self.path}"
+            ) from None
+
+    def close(self) -> None:
+        """Let another process go on with the run; may be called twice."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def add_round(self, row: Row) -> None:
         """Append one round to rounds.jsonl and to the TensorBoard events.
@@ -139,7 +200,7 @@ class RunFolder:
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter  # two seconds to import
 
-            self._events = SummaryWriter(log_dir=str(self.path))
+            self._events = SummaryWriter(log_dir=str(self.path), purge_step=self._next_round)
         for key, value in row.items():
             if key != "server_round" and value is not None:
                 self._events.add_scalar(key, value, row["server_round"])
@@ -162,7 +223,9 @@ class RunFolder:
         """
         with _named(self.path):
             _write_whole(self.path / "model.npz", lambda file: np.savez(file, **model))
-        return self._close({"status": "completed"}, num_parameters)
+        summary = self._close({"status": "completed"}, num_parameters)
+        self.checkpoint_path.unlink(missing_ok=True)
+        return summary
 
     def fail(self, reason: str, num_parameters: int | None) -> Row:
         """Write the summary of a failed run, and return it; a full disk is logged only."""
@@ -307,6 +370,26 @@ def read_summary(folder: Path) -> Row | None:
     except FileNotFoundError:
         return None
     return summary
+
+
+def read_config(folder: Path) -> Row:
+    """Return the config.json of a run that can go on.
+
+    Raises
+    ------
+    ConfigError
+        The folder holds no run, or a completed one.
+    """
+    try:
+        config: Row = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"run-dir must hold the run to go on with, got {str(folder)!r} ({error})"
+        ) from None
+    summary = read_summary(folder)
+    if summary is not None and summary["status"] == "completed":
+        raise ConfigError(f"run must not be completed to go on with it, got {str(folder)!r}")
+    return config
 
 
 def default_run_dir(parent: Path) -> Path:

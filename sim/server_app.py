@@ -42,10 +42,18 @@ SERVER_MOMENTUM = 0.9  # of fedavgm; with Flower's default of 0 it would be feda
 def main(grid: Grid, context: Context) -> None:
     """Train as the run-config says and leave the results in run-dir."""
     settings = Settings.from_run_config(context.run_config)
-    folder = RunFolder(_run_dir(settings), settings)
+    path = _run_dir(settings)
+    folder = RunFolder.reopen(path, settings) if settings.resume else RunFolder(path, settings)
+    try:
+        _run(grid, settings, folder)
+    finally:
+        folder.close()
+
+
+def _run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
     strategy: CO3Strategy | None = None
     try:
-        strategy = make_strategy(settings, folder.experiment_id)
+        strategy = make_strategy(settings, folder.experiment_id, folder.checkpoint_path)
         data = load_data(settings.dataset, settings.data_dir)
         check_image_size(settings.model, data.test.pixels.shape[1:3])
         _check_shares(settings, data)
@@ -90,7 +98,9 @@ def make_inner(settings: Settings) -> Strategy | None:
     return strategies[settings.strategy]() if settings.strategy else None
 
 
-def make_strategy(settings: Settings, experiment_id: str) -> CO3Strategy:
+def make_strategy(
+    settings: Settings, experiment_id: str, checkpoint_path: Path | None = None
+) -> CO3Strategy:
     """Build the strategy from the run-config."""
     return CO3Strategy(
         settings.codec_config() if settings.compressor == "co3" else settings.compressor,
@@ -111,6 +121,7 @@ def make_strategy(settings: Settings, experiment_id: str) -> CO3Strategy:
         uplink_budget_bytes=settings.uplink_budget_bytes,
         memory_dir=settings.memory_dir or None,
         experiment_id=experiment_id,
+        checkpoint_path=checkpoint_path,
     )
 
 
@@ -148,6 +159,7 @@ def train(
         timeout=settings.reply_timeout,
         train_config=ConfigRecord({NUM_CLASSES: data.num_classes}),
         evaluate_fn=finish_round,
+        resume=folder.can_resume,
     )
     return result.arrays
 

@@ -124,6 +124,7 @@ class Settings:
     eval_every: int = 5
     save_gradients_every: int = 0
     run_dir: str = ""
+    resume: bool = False
     memory_dir: str = ""
 
     @classmethod
@@ -350,6 +351,8 @@ def check_together(settings: Settings) -> None:
             f"num-clients must be at least {MIN_BULYAN_CLIENTS} with strategy 'bulyan', got"
             f" {settings.num_clients}"
         )
+    if settings.resume and not settings.run_dir:
+        raise ConfigError("run-dir must name the run to go on with where resume is true, got ''")
     if settings.reclip and not settings.max_update_norm:
         raise ConfigError("max-update-norm must be above 0 with reclip, got 0.0")
     if settings.data_dir and settings.dataset != "cifar10":

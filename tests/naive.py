@@ -110,6 +110,18 @@ def compensate(update: np.ndarray, residual: np.ndarray | None, gamma: float) ->
     return (g + carry).astype(np.float32)
 
 
+def carry(residual: np.ndarray | None, gamma: float, unused: np.ndarray | None) -> np.ndarray:
+    """f32(f32(f32(gamma) * m) + c): what joins the next update; c is 0 where all was used."""
+    parts = []
+    if residual is not None:
+        parts.append((np.float32(gamma) * np.asarray(residual, np.float32)).astype(np.float32))
+    if unused is not None:
+        parts.append(np.asarray(unused, np.float32))
+    return (
+        (parts[0] + parts[1]).astype(np.float32) if len(parts) == 2 else (*parts, np.float32(0))[0]
+    )
+
+
 def next_residual(compensated: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     """m' = f32(v - y)."""
     return (compensated - decoded).astype(np.float32)

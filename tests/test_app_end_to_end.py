@@ -1,5 +1,6 @@
 """The app through Flower's real engine: files, numbers, exit codes, and nothing left running."""
 
+import contextlib
 import json
 import os
 import signal
@@ -161,7 +162,8 @@ def test_co3_run_writes_every_file_and_counts_every_bit(
     assert config["run_config"]["num-clients"] == NUM_CLIENTS
     assert config["experiment_id"] == summary["experiment_id"]
     assert len(list(run_dir.glob("events.out.tfevents.*"))) == 1
-    assert len(list((run_dir / "memory").iterdir())) == NUM_CLIENTS
+    assert len(list((run_dir / "memory").iterdir())) == 2 * NUM_CLIENTS
+    assert not (run_dir / "checkpoint.npz").exists()
     with np.load(run_dir / "model.npz") as model:
         assert model["classifier.weight"].shape == (10, 128)
         assert model["features.1.num_batches_tracked"] == NUM_ROUNDS * 2  # local-steps is 2
@@ -212,6 +214,42 @@ def test_co3_run_leaves_no_process_when_it_is_interrupted(
     assert command.wait() == 130
     assert "interrupted" in command.errors
     assert command.left_over() == []
+
+
+def without_times(run_dir: Path) -> list[dict[str, Any]]:
+    rows = read_rows(run_dir)
+    return [{key: v for key, v in row.items() if not key.endswith("_seconds")} for row in rows]
+
+
+def test_run_that_is_killed_goes_on_as_if_nothing_had_happened(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    text = "fraction-train=0.67 strategy='fedadam' num-server-rounds=6 eval-every=2"
+    runs = [tmp_path / name for name in ("whole", "ended")]
+    settings = [f"run-dir='{run_dir}' {text}" for run_dir in runs]
+    whole = start("co3", "run", "--num-clients", "3", "-c", settings[0], cwd=REPOSITORY)
+    assert whole.wait() == 0, whole.errors
+
+    command = start("co3", "run", "--num-clients", "3", "-c", settings[1], cwd=REPOSITORY)
+    while not (runs[1] / "rounds.jsonl").exists() or len(read_rows(runs[1])) < 4:
+        assert command.process.poll() is None
+        command.left_over()
+        time.sleep(0.02)
+    while remaining := command.left_over():  # SIGKILL to all of the engine
+        for pid in remaining:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    command.process.communicate()
+    assert not (runs[1] / "summary.json").exists()
+
+    resumed = start("co3", "run", "--resume", str(runs[1]), cwd=REPOSITORY)
+    assert resumed.wait() == 0, resumed.errors
+    models = [(run_dir / "model.npz").read_bytes() for run_dir in runs]
+    assert models[0] == models[1]
+    assert without_times(runs[0]) == without_times(runs[1])
+    again = start("co3", "run", "--resume", str(runs[1]), cwd=REPOSITORY)
+    assert again.wait() == 2
+    assert "run must not be completed to go on with it" in again.errors
 
 
 def test_flwr_run_alone_works(start: Callable[..., Command], tmp_path: Path) -> None:

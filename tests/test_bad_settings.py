@@ -23,7 +23,7 @@ from test_app_server import TestRun
 import sim.cli
 from co3_flower import ConfigError
 from co3_flower.cli import main
-from co3_flower.memory import FileStore
+from co3_flower.memory import ClientMemory, FileStore, Origin
 from co3_flower.nodes import RoundError
 from sim import server_app
 from sim.outputs import OutputError, RunFolder, check_writable, round_row
@@ -78,6 +78,7 @@ BAD: dict[str, list[Any]] = {
     "eval-every": [0, -1],
     "save-gradients-every": [-1],
     "run-dir": ["/dev/null/x", "/dev/null", "$NO_SUCH_VARIABLE/x"],
+    "resume": [True],  # without a run in run-dir
     "memory-dir": ["/dev/null/x", "/dev/null", "$NO_SUCH_VARIABLE/x"],
 }
 WRONG_TYPE: dict[type, list[Any]] = {
@@ -387,26 +388,30 @@ def test_full_disk_is_noticed_by_the_tensorboard_writer_too(tmp_path: Path) -> N
 
 
 RESIDUAL = {"w": np.ones((30, 40), np.float32)}
+ORIGIN = Origin(b"digest", "e2m1", 0.9)
 
 
 def test_full_memory_dir_is_one_line_and_keeps_the_last_residual(tmp_path: Path) -> None:
     store = FileStore(tmp_path, "exp", 3)
-    store.save(RESIDUAL, 1, b"digest")
+    ClientMemory(store, ORIGIN, 1, 0).save(RESIDUAL, b"payload")
+    memory = ClientMemory(store, ORIGIN, 2, 1)
+    kept = memory.recall().residual
+    assert kept is not None
     with (
         files_up_to(2000),
         pytest.raises(ConfigError, match=r"memory-dir must be a folder .* \(File too large\)"),
     ):
-        store.save({"w": RESIDUAL["w"] * 2}, 2, b"digest")
-    kept = store.load(b"digest")
-    assert kept is not None
-    np.testing.assert_array_equal(kept["w"], RESIDUAL["w"])
-    assert list(tmp_path.iterdir()) == [store.path]
+        memory.save({"w": RESIDUAL["w"] * 2}, b"payload")
+    after = memory.recall().residual
+    assert after is not None
+    np.testing.assert_array_equal(after["w"], RESIDUAL["w"])
+    assert list(tmp_path.iterdir()) == [store.paths[0]]
 
 
 @pytest.mark.usefixtures("read_only_disk")
 def test_read_only_memory_dir_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"memory-dir must be .* \(Read-only file system\)"):
-        FileStore(tmp_path, "exp", 3).save(RESIDUAL, 1, b"digest")
+        ClientMemory(FileStore(tmp_path, "exp", 3), ORIGIN, 1, 0).save(RESIDUAL, b"payload")
     assert list(tmp_path.iterdir()) == []
 
 

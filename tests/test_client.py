@@ -193,7 +193,8 @@ def test_residual_lies_in_a_file_when_a_directory_is_set(make_app: Any, tmp_path
         message = train_message(model, server_round=server_round)
         assert payload_of(make_app()(message, in_file)) == expected
     assert not in_file.state
-    assert [path.name for path in tmp_path.iterdir()] == ["run-1.0.residual"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["run-1.0.a.residual", "run-1.0.b.residual"]
 
 
 def test_buffers_travel_raw_when_the_server_says_so() -> None:

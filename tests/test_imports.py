@@ -66,6 +66,8 @@ ORDER = (
     "evaluation",
     "checks",
     "budget",
+    "checkpoint",
+    "resume",
     "strategy",
     "cli_tools",
     "cli",
