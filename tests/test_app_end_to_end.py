@@ -221,6 +221,7 @@ def without_times(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: v for key, v in row.items() if not key.endswith("_seconds")} for row in rows]
 
 
+@pytest.mark.timeout(600)  # four runs
 def test_run_that_is_killed_goes_on_as_if_nothing_had_happened(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
