@@ -112,7 +112,7 @@ class InProcessGrid(Grid):
         try:
             return app(received, self.contexts[node])
         except Exception as error:
-            reason = f"{type(error)}:<{str(error)!r}>"
+            reason = f"{type(error)}:<'{error}'>"
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
 
