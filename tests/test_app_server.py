@@ -166,7 +166,8 @@ def test_residuals_in_files_give_the_same_run_as_in_the_context(tmp_path: Path) 
     kept.start()
     filed.start()
     assert sorted(kept.payloads()) == sorted(filed.payloads())
-    assert len(list((tmp_path / "memory").iterdir())) == NUM_CLIENTS
+    # two generations of each: the one that the next round builds on, and the one before it
+    assert len(list((tmp_path / "memory").iterdir())) == 2 * NUM_CLIENTS
 
 
 def test_fraction_train_asks_only_some_of_the_clients(tmp_path: Path) -> None:
