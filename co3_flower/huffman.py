@@ -146,16 +146,12 @@ class HuffmanTables:
 
     def distinct(self) -> tuple[HuffmanTables, NDArray[np.int64]]:
         """Return the different tables in order of appearance, and the number of each of these."""
-        numbers: dict[bytes, int] = {}
-        firsts: list[int] = []
-        table_of: list[int] = []
-        data, size = self.lengths.tobytes(), self.lengths.shape[1]
-        for i in range(self.lengths.shape[0]):
-            number = numbers.setdefault(data[i * size : (i + 1) * size], len(numbers))
-            if number == len(firsts):
-                firsts.append(i)
-            table_of.append(number)
-        return self.take(np.array(firsts, np.int64)), np.array(table_of, np.int64)
+        rows = np.ascontiguousarray(self.lengths).view(f"V{self.lengths.shape[1]}").reshape(-1)
+        _, firsts, sorted_numbers = np.unique(rows, return_index=True, return_inverse=True)
+        appearance = np.argsort(firsts)
+        numbers = np.empty(firsts.size, np.int64)
+        numbers[appearance] = np.arange(firsts.size)
+        return self.take(firsts[appearance]), numbers[sorted_numbers]
 
     def symbol_bits(self) -> NDArray[np.float64]:
         """Return the bits [tables, K] of each symbol; a table's only one takes none."""

@@ -6,7 +6,9 @@ The cost is sizes in bits counted from the payload's bytes, the loss is the conv
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +79,7 @@ class UpdateStats:
     num_saturated, num_underflowed : int
         Entries clamped to the largest value; entries that became 0 and were not.
     tensors : tuple of TensorStats
-        Coded tensors and buffers, in layout order.
+        Coded tensors and buffers, in layout order; made when they are asked for.
     """
 
     num_parameters: int
@@ -92,7 +94,12 @@ class UpdateStats:
     residual_ratio: float
     num_saturated: int
     num_underflowed: int
-    tensors: tuple[TensorStats, ...]
+    _make_tensors: Callable[[], tuple[TensorStats, ...]] = field(repr=False, compare=False)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorStats, ...]:
+        """Coded tensors and buffers, in layout order."""
+        return self._make_tensors()
 
 
 def entropy_bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -138,20 +145,7 @@ def update_stats(
     num_parameters = count_parameters(layout, plan)
     entropies = np.concatenate([entropy_bits(coded.counts), entropy_bits(buffers.counts)])
     fits = np.concatenate([coded.fits, buffers.fits])
-    rows = list(
-        map(
-            TensorStats,
-            [layout.names[i] for i in plan.order],
-            np.diff(plan.offsets).tolist(),
-            np.concatenate([coded.scales, buffers.scales]).astype(np.float64).tolist(),
-            fits[:, 0].tolist(),
-            fits[:, 1].tolist(),
-            fits[:, 2].tolist(),
-            np.rint(tensor_code_bits).astype(np.int64).tolist(),
-            entropies.tolist(),
-        )
-    )
-    in_layout_order = [rows[j] for j in np.argsort(np.array(plan.order, np.int64)).tolist()]
+    scales = np.concatenate([coded.scales, buffers.scales])
     update, power, noise, residual = coded.sums.sum(axis=0).tolist()
     events = coded.events.sum(axis=0) + buffers.events.sum(axis=0)
     payload_bits = 8 * payload_bytes
@@ -170,5 +164,31 @@ def update_stats(
         else (0.0 if residual == 0.0 else math.inf),
         num_saturated=int(events[0]),
         num_underflowed=int(events[1]),
-        tensors=tuple(in_layout_order),
+        _make_tensors=partial(
+            _tensor_rows, layout, plan, scales, fits, tensor_code_bits, entropies
+        ),
     )
+
+
+def _tensor_rows(
+    layout: Layout,
+    plan: Plan,
+    scales: NDArray[np.float32],
+    fits: NDArray[np.float64],
+    code_bits: NDArray[np.float64],
+    entropies: NDArray[np.float64],
+) -> tuple[TensorStats, ...]:
+    rows = list(
+        map(
+            TensorStats,
+            [layout.names[i] for i in plan.order],
+            np.diff(plan.offsets).tolist(),
+            scales.astype(np.float64).tolist(),
+            fits[:, 0].tolist(),
+            fits[:, 1].tolist(),
+            fits[:, 2].tolist(),
+            np.rint(code_bits).astype(np.int64).tolist(),
+            entropies.tolist(),
+        )
+    )
+    return tuple(rows[j] for j in np.argsort(np.array(plan.order, np.int64)).tolist())

@@ -213,30 +213,24 @@ def _make_tables(
     """Return tables by the given priors: all explicit, or some by law if that is smaller."""
     make = _maker(coder)
     explicit = [make.from_weights(coded.own_weights(plan.num_own, prior)) for prior in priors]
-    choices = []
+    choices: list[CodeTables] = []
     for laws in (False, True):
-        own = _own_tables(coded, explicit, priors, make, laws)
-        choices.append(_joined_tables(plan, coded, buffers, own, priors, make, laws))
+        groups = [_own_tables(coded, explicit, priors, make, laws)]
+        if plan.has_pool:
+            groups.append(_shared_table(coded, plan.num_own, priors, make, laws))
+        if plan.has_buffers:
+            groups.append(_shared_table(buffers, 0, priors, make, laws))
+        if not laws or any((group.laws[:, 0] >= 0).any() for group in groups):
+            choices.append(_joined_tables(plan, coded, buffers, groups, make))
     return min(choices, key=lambda choice: choice.num_bits)
 
 
 def _joined_tables(
-    plan: Plan,
-    coded: Converted,
-    buffers: Converted,
-    own: Any,
-    priors: Sequence[str],
-    make: Any,
-    laws: bool,
+    plan: Plan, coded: Converted, buffers: Converted, groups: Sequence[Any], make: Any
 ) -> CodeTables:
     """Put a table for each large tensor together with those that tensors share."""
-    own, table_of = own.distinct()
-    groups: list[Any] = [own]
-    if plan.has_pool:
-        groups.append(_shared_table(coded, plan.num_own, priors, make, laws))
-    if plan.has_buffers:
-        groups.append(_shared_table(buffers, 0, priors, make, laws))
-    tables: Tables = make.joined(groups)
+    own, table_of = groups[0].distinct()
+    tables: Tables = make.joined([own, *groups[1:]])
     num_own = own.alphabets.size
     of_pool = np.full(plan.num_pooled, num_own, np.int64)
     of_buffers = np.full(plan.num_buffers, num_own + int(plan.has_pool), np.int64)
