@@ -6,6 +6,7 @@ server does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -343,9 +344,14 @@ def accumulate_update(
     with np.errstate(over="ignore"):  # the sum is checked by who owns it
         values *= factor
 
+    bounds = plan.offsets.tolist()
+
     def add(first: int, last: int) -> None:
-        for j in range(first, last):
-            kernels.accumulate(sums[j], symbols[plan.offsets[j] : plan.offsets[j + 1]], values[j])
+        ends = itertools.pairwise(bounds[first : last + 1])
+        for total, (begin, end), table in zip(
+            sums[first:last], ends, values[first:last], strict=True
+        ):
+            kernels.accumulate(total, symbols[begin:end], table)
 
     run_parts(add, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
     return {layout.names[i]: array for i, array in raw.items()}
