@@ -96,6 +96,12 @@ def test_labels_name_the_format_where_it_differs() -> None:
     assert [s.label for s in group_by_setting([made_up()])] == ["e2m1"]
 
 
+def test_labels_leave_out_what_is_off_and_what_only_float32_differs_in() -> None:
+    runs = [made_up(coder="rans", target_bits_per_parameter=t) for t in (0.0, 0.3)]
+    labels = [s.label for s in group_by_setting([made_up(compressor="none"), *runs])]
+    assert labels == ["float32", "e2m1", "target-bits-per-parameter 0.3"]
+
+
 def test_setting_gives_mean_and_spread_over_its_seeds() -> None:
     setting = Setting("x", (made_up(loss=1.0), made_up(loss=2.0), made_up(loss=4.5)))
     assert setting.mean("loss") == pytest.approx(2.5)

@@ -141,11 +141,13 @@ def group_by_setting(runs: Sequence[Run]) -> list[Setting]:
         if run.is_float32:  # the codec's settings mean nothing there
             kept = {key: value for key, value in kept.items() if key not in CODEC_KEYS}
         groups.setdefault(json.dumps(kept, sort_keys=True), []).append(run)
-    configs = [group[0].config for group in groups.values()]
+    firsts = [group[0] for group in groups.values()]
+    coded = [run for run in firsts if not run.is_float32]
     differing = [
         key
         for key in DEFAULTS
-        if key not in PLACES and len({json.dumps(config[key]) for config in configs}) > 1
+        if key not in PLACES
+        and len({str(run.config[key]) for run in (coded if key in CODEC_KEYS else firsts)}) > 1
     ]
     return [Setting(_label(group[0], differing), tuple(group)) for group in groups.values()]
 
@@ -191,5 +193,10 @@ def _label(run: Run, differing: Sequence[str]) -> str:
     else:
         parts = []
     rest = [key for key in differing if key not in ("format", "compressor")]
-    texts = [f"{key} {str(run.config[key]).removesuffix('.0')}" for key in rest]
-    return ", ".join(parts + texts) or str(run.config["compressor"])
+    texts = [
+        f"{key} {str(run.config[key]).removesuffix('.0')}"
+        for key in rest
+        if run.config[key]
+        or DEFAULTS[key]  # a setting that is off by default and here goes without
+    ]
+    return ", ".join(parts + texts) or str(run.config["format"])
