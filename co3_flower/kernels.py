@@ -613,6 +613,31 @@ def count_symbols(symbols, num_values, counts):
 
 
 @_njit
+def compensate_and_fit(v, residual, gamma, histogram, folded, work, lanes, fit):
+    """Compensate one tensor in place and fit it; `residual` [n] is empty in the first round.
+
+    lanes float64 [2 or more, LANES] get the sums of |g| and v**2, `folded` the histogram of |v|,
+    fit float64 [5] what `convert_tensors` says of fits, unless an entry is not finite. Returns
+    (alpha, beta, not finite, first bin, last bin + 1).
+    """
+    bits = v.view(np.uint32)
+    histogram[:] = u32(0)
+    for start in range(0, v.size, BLOCK):
+        stop = min(v.size, start + BLOCK)
+        if residual.size > 0:
+            compensate_block(v[start:stop], residual[start:stop], gamma, lanes[0], lanes[1])
+        else:
+            measure_block(v[start:stop], lanes[0], lanes[1])
+        add_to_histogram(bits[start:stop], histogram)
+    alpha, beta, zeros, bad, low, high = fit_from_histogram(bits, histogram, folded, work)
+    if bad == 0:
+        fit[0], fit[1] = alpha, beta
+        fit[2] = zeros / v.size if v.size > 0 else 1.0
+        fit[3], fit[4] = histogram_moments(folded, low, high)
+    return alpha, beta, bad, low, high
+
+
+@_njit
 def convert_tensors(
     first,
     last,
@@ -639,31 +664,19 @@ def convert_tensors(
     [K], sums float64 [4] (|g|, v**2, m'**2, |m'|), events int64 [3] (saturated, underflowed, not
     finite). A tensor with an entry that is not finite is compensated and counted, no more.
     """
-    v_bits = v.view(np.uint32)
     histogram = np.zeros((4, 256 << COARSE_BITS), np.uint32)
     folded = np.zeros(256 << COARSE_BITS, np.float64)
     work = np.zeros(2 << COARSE_BITS, np.float64)
     lanes = np.zeros((4, LANES), np.float64)
     for t in range(first, last):
         begin, end = offsets[t], offsets[t + 1]
-        histogram[:] = u32(0)
         lanes[:] = 0.0
-        for start in range(begin, end, BLOCK):
-            stop = min(end, start + BLOCK)
-            if residual.size > 0:
-                compensate_block(v[start:stop], residual[start:stop], gammas[t], lanes[0], lanes[1])
-            else:
-                measure_block(v[start:stop], lanes[0], lanes[1])
-            add_to_histogram(v_bits[start:stop], histogram)
-        alpha, beta, zeros, bad, low, high = fit_from_histogram(
-            v_bits[begin:end], histogram, folded, work
+        alpha, beta, bad, low, high = compensate_and_fit(
+            v[begin:end], residual[begin:end], gammas[t], histogram, folded, work, lanes, fits[t]
         )
         events[t, 2] = bad
         if bad > 0:
             continue
-        fits[t, 0], fits[t, 1] = alpha, beta
-        fits[t, 2] = zeros / (end - begin) if end > begin else 1.0
-        fits[t, 3], fits[t, 4] = histogram_moments(folded, low, high)
         if scales[t] < 0:
             scale = -scales[t]
         else:

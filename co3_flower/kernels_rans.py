@@ -31,9 +31,12 @@ from co3_flower.kernels_side import (
     code_bit,
     code_law,
     code_number,
+    end_coding,
     read_bit,
     read_law,
     read_number,
+    start_coding,
+    start_reading,
     table_by_law,
     used_context,
 )
@@ -191,7 +194,7 @@ def encode_weights(exponents, mantissas, laws, sizes, data):
     symbols occurs, whether their weights differ, and the weight or weights.
     """
     odds = np.full(NUM_CONTEXTS, 32768, np.int64)
-    state = np.array([0, 0xFFFFFFFF, 0], np.int64)
+    state = start_coding()
     ratio = i64(0)
     for t in range(exponents.shape[0]):
         zero = sizes[t] // 2
@@ -217,8 +220,7 @@ def encode_weights(exponents, mantissas, laws, sizes, data):
                 encode_weight(e_minus, m_minus, before, j, odds, state, data)
                 before = e_minus
             neighbour = plus | minus
-    data[state[2]] = (state[0] >> 24) + 1 if state[0] > 0 else 0
-    return state[2] + 1
+    return end_coding(state, data)
 
 
 @_njit
@@ -229,9 +231,7 @@ def decode_weights(data, sizes, edges, edges_of, exponents, mantissas, laws, fre
     laws.
     """
     odds = np.full(NUM_CONTEXTS, 32768, np.int64)
-    state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
-    for b in range(4):
-        state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    state = start_reading(data)
     ratio = i64(0)
     for t in range(exponents.shape[0]):
         zero = sizes[t] // 2

@@ -21,10 +21,8 @@ from co3_flower.kernels import (
     LANES,
     MAGNITUDE,
     add_to_histogram,
-    compensate_block,
+    compensate_and_fit,
     count_symbols,
-    fit_from_histogram,
-    histogram_moments,
     huffman_lengths,
     measure_block,
     pick_scale,
@@ -61,32 +59,20 @@ def measure_tensors(
     Arguments are as for `kernels.convert_tensors`, the multiplier is 1. above uint32 [own tensors,
     NUM_BINS + 1] gets the number of entries in each bin of |v| or above it.
     """
-    v_bits = v.view(np.uint32)
     histogram = np.zeros((4, NUM_BINS), np.uint32)
     folded = np.zeros(NUM_BINS, np.float64)
     work = np.zeros(2 << COARSE_BITS, np.float64)
     lanes = np.zeros((2, LANES), np.float64)
     for t in range(first, last):
         begin, end = offsets[t], offsets[t + 1]
-        histogram[:] = u32(0)
         lanes[:] = 0.0
-        for start in range(begin, end, BLOCK):
-            stop = min(end, start + BLOCK)
-            if residual.size > 0:
-                compensate_block(v[start:stop], residual[start:stop], gammas[t], lanes[0], lanes[1])
-            else:
-                measure_block(v[start:stop], lanes[0], lanes[1])
-            add_to_histogram(v_bits[start:stop], histogram)
-        alpha, beta, zeros, bad, low, high = fit_from_histogram(
-            v_bits[begin:end], histogram, folded, work
+        alpha, beta, bad, low, high = compensate_and_fit(
+            v[begin:end], residual[begin:end], gammas[t], histogram, folded, work, lanes, fits[t]
         )
         sums[t, 0], sums[t, 1] = lanes[0].sum(), lanes[1].sum()
         events[t, 2] = bad
         if bad > 0:
             continue
-        fits[t, 0], fits[t, 1] = alpha, beta
-        fits[t, 2] = zeros / (end - begin) if end > begin else 1.0
-        fits[t, 3], fits[t, 4] = histogram_moments(folded, low, high)
         scales[t] = pick_scale(v[begin:end], rule, 1.0, alpha, beta, folded, low, high, fmt, table)
         if t < num_own:
             total = i64(0)

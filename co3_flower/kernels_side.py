@@ -24,6 +24,28 @@ from co3_flower.law_table import ATOMS, BETAS, MEANS, PROBABILITIES
 
 
 @_njit
+def start_coding():
+    """State of a coder that has written nothing."""
+    return np.array([0, 0xFFFFFFFF, 0], np.int64)
+
+
+@_njit
+def end_coding(state, data):
+    """Write the last byte; returns how many there are."""
+    data[state[2]] = (state[0] >> 24) + 1 if state[0] > 0 else 0
+    return state[2] + 1
+
+
+@_njit
+def start_reading(data):
+    """State of a decoder in front of the first bit; bytes behind the end read as 0."""
+    state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
+    for b in range(4):
+        state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    return state
+
+
+@_njit
 def code_bit(bit, odds, context, state, data):
     """Encode one bit into uint8 data."""
     low, high = state[0], state[1]
@@ -317,7 +339,7 @@ def encode_tables(lengths, laws, sizes, table_of, num_tables, data):
     """
     width = number_width(num_tables)
     odds = np.full(NUMBER_CONTEXTS + (1 << width), 32768, np.int64)
-    state = np.array([0, 0xFFFFFFFF, 0], np.int64)
+    state = start_coding()
     ratio = i64(0)
     for t in range(lengths.shape[0]):
         zero = sizes[t] // 2
@@ -346,8 +368,7 @@ def encode_tables(lengths, laws, sizes, table_of, num_tables, data):
             neighbour = now
     for i in range(table_of.size):
         code_number(table_of[i], width, odds, NUMBER_CONTEXTS, state, data)
-    data[state[2]] = (state[0] >> 24) + 1 if state[0] > 0 else 0
-    return state[2] + 1
+    return end_coding(state, data)
 
 
 @_njit
@@ -362,9 +383,7 @@ def decode_tables(data, sizes, edges, edges_of, num_tables, lengths, laws, table
     """
     width = number_width(num_tables)
     odds = np.full(NUMBER_CONTEXTS + (1 << width), 32768, np.int64)
-    state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
-    for b in range(4):
-        state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    state = start_reading(data)
     ratio = i64(0)
     for t in range(lengths.shape[0]):
         zero = sizes[t] // 2

@@ -35,7 +35,7 @@ from co3_flower.kernels_rans import (
     refill,
     write_states,
 )
-from co3_flower.kernels_side import code_bit, code_number, read_bit, read_number
+from co3_flower.kernels_side import code_bit, code_number, read_bit, read_number, start_reading
 
 NONE, ROW, ROW_TAP, ROW_CHANNEL_TAP, ROW_COLUMN = 0, 1, 2, 3, 4  # modes of a tensor
 CENTRE = 64  # what stands for "as the row says" in a column
@@ -696,9 +696,7 @@ def read_structure(offsets, taps, row_at, row_class, col_at, col_class, modes, c
     Returns the number of tables and -1, or 0 and the first tensor that is unsound.
     """
     odds = new_odds()
-    state = np.array([0, 0xFFFFFFFF, 4, 0], np.int64)
-    for b in range(4):
-        state[3] = (state[3] << 8) | (i64(data[b]) if b < data.size else 0)
+    state = start_reading(data)
     for t in range(modes.size):
         if offsets[t + 1] == offsets[t]:
             continue

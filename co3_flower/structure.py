@@ -19,6 +19,7 @@ from numba import int32
 from numba.typed import List
 from numpy.typing import NDArray
 
+from co3_flower import kernels_side
 from co3_flower import kernels_structure as kernels
 from co3_flower.errors import PayloadError
 from co3_flower.formats import FloatFormat
@@ -144,7 +145,7 @@ def choose_structure(
     counts = np.zeros((kernels.DEAD, fmt.num_values), np.int64)
     of_tensor = List.empty_list(int32[:, ::1])
     data = np.zeros(4096 + 8 * (row_class.size + col_class.size + rows.size), np.uint8)
-    state, odds = np.array([0, 0xFFFFFFFF, 0], np.int64), kernels.new_odds()
+    state, odds = kernels_side.start_coding(), kernels.new_odds()
     kernels.choose_structure(
         symbols, residual, plan.offsets, scales, units, rows, cols, taps, fmt.values, costs, gains,
         row_at, row_class, col_at, col_class, modes, counts, of_tensor, data, state, odds,
@@ -153,8 +154,7 @@ def choose_structure(
     counts = counts[: kernels.NUM_CLASSES]
     kernels.merge_classes(counts, 8.0, class_map)
     kernels.code_class_map(class_map, odds, state, data)
-    size = int(state[2]) + 1
-    data[size - 1] = (state[0] >> 24) + 1 if state[0] > 0 else 0
+    size = int(kernels_side.end_coding(state, data))
     num_tables = int(class_map[-1]) + 1
     table_counts = np.zeros((num_tables, fmt.num_values), np.int64)
     np.add.at(table_counts, class_map, counts)

@@ -213,13 +213,16 @@ def _make_tables(
     """Return tables by the given priors: all explicit, or some by law if that is smaller."""
     make = _maker(coder)
     explicit = [make.from_weights(coded.own_weights(plan.num_own, prior)) for prior in priors]
+    shared = [(coded, plan.num_own)] * plan.has_pool + [(buffers, 0)] * plan.has_buffers
+    of_shared = [
+        [make.from_weights(group.shared_weights(first, prior)) for prior in priors]
+        for group, first in shared
+    ]
     choices: list[CodeTables] = []
     for laws in (False, True):
         groups = [_own_tables(coded, explicit, priors, make, laws)]
-        if plan.has_pool:
-            groups.append(_shared_table(coded, plan.num_own, priors, make, laws))
-        if plan.has_buffers:
-            groups.append(_shared_table(buffers, 0, priors, make, laws))
+        for (group, first), tables in zip(shared, of_shared, strict=True):
+            groups.append(_shared_table(group, first, tables, priors, make, laws))
         if not laws or any((group.laws[:, 0] >= 0).any() for group in groups):
             choices.append(_joined_tables(plan, coded, buffers, groups, make))
     return min(choices, key=lambda choice: choice.num_bits)
@@ -271,11 +274,16 @@ def _own_tables(
 
 
 def _shared_table(
-    group: Converted, first: int, priors: Sequence[str], make: Any, laws: bool
+    group: Converted,
+    first: int,
+    explicit: Sequence[Any],
+    priors: Sequence[str],
+    make: Any,
+    laws: bool,
 ) -> Any:
     """Return one table for the tensors from `first` on: of several the one of least bits."""
     counts = group.counts[first:].sum(axis=0)
-    options = [make.from_weights(group.shared_weights(first, prior)) for prior in priors]
+    options = list(explicit)
     for prior in priors:
         if laws and prior in LAWS:
             law = fit_law(prior, counts, group.fmt)

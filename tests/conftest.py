@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 # Set before anything imports flwr or ray: the tests talk to no one.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -118,3 +120,26 @@ def draw_gennorm(
     signs = rng.choice([-1.0, 1.0], size)
     kept = rng.random(size) >= zero_fraction
     return (magnitudes * signs * kept).astype(np.float32)
+
+
+def run_without_jit(program: str, *arguments: str) -> list[str]:
+    """Run a program in a process whose kernels are not compiled; returns the words it prints.
+
+    It can import the tests' modules; overflow of integers, which is meant, brings no warning.
+    """
+    head = (
+        "import sys, numba, numpy as np\n"
+        "sys.path.insert(0, 'tests')\n"
+        "assert numba.config.DISABLE_JIT\n"
+        "np.seterr(all='ignore')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", head + program, *arguments],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 
 import naive_structure as naive
 import numpy as np
@@ -23,7 +20,7 @@ from co3_flower.huffman import HuffmanTables
 from co3_flower.layout import Kind, Layout
 from co3_flower.payload import read_payload
 from co3_flower.structure import read_structure
-from conftest import REPOSITORY
+from conftest import run_without_jit
 
 Arrays = dict[str, np.ndarray]
 
@@ -365,20 +362,7 @@ def tiny_payloads() -> list[bytes]:
 
 
 def test_kernels_that_are_not_compiled_give_the_same_bytes() -> None:
-    program = (
-        "import sys\n"
-        "sys.path.insert(0, 'tests')\n"
-        "import numpy as np, test_structure\n"
-        "np.seterr(all='ignore')\n"
-        "print(*(p.hex() for p in test_structure.tiny_payloads()))\n"
+    printed = run_without_jit(
+        "import test_structure\nprint(*(p.hex() for p in test_structure.tiny_payloads()))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [payload.hex() for payload in tiny_payloads()]
+    assert printed == [payload.hex() for payload in tiny_payloads()]
