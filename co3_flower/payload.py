@@ -115,7 +115,7 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
         tables = pack_tables(parts.tables, own, num_own_tables)
     kinds = b""
     if any(plan.kinds):
-        kinds = _pack_kinds(plan.kinds)
+        kinds = pack_kinds(plan.kinds)
     sizes = np.empty(5 * parts.sizes.size, np.uint8)
     frame = b"".join(
         [
@@ -186,8 +186,12 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
         )
     fmt = _read_format(format_byte)
     reader = _Reader(body, _HEADER.size)
-    kinds = _read_kinds(reader, layout) if flags & _FLAG_KINDS else (Kind.CODED,) * len(layout)
-    _check_kinds(kinds, layout, digest, scheme)
+    kinds = (Kind.CODED,) * len(layout)
+    if flags & _FLAG_KINDS:
+        kinds = unpack_kinds(reader.take(-(-len(layout) // 4), "tensor kinds"), layout)
+    check_kinds(kinds, layout, digest)
+    if scheme == SCHEME_NONE and (num_raw := kinds.count(Kind.RAW)) < len(layout):
+        raise PayloadError(f"scheme 1 must send all {len(layout)} tensors raw, got {num_raw}")
     fewest, most = (NUM_STATES, NUM_STATES) if CODERS[coder] is RansTables else (1, MAX_STREAMS)
     if min_numel < 1 or not fewest <= num_streams <= most or chunk_symbols < 1:
         raise PayloadError(
@@ -264,7 +268,8 @@ class _Reader:
         return self.body[self.position :]
 
 
-def _pack_kinds(kinds: tuple[Kind, ...]) -> bytes:
+def pack_kinds(kinds: tuple[Kind, ...]) -> bytes:
+    """Return the kinds of a layout's tensors, four in a byte, the first lowest."""
     padded = np.zeros(-(-len(kinds) // 4) * 4, np.uint8)
     padded[: len(kinds)] = kinds
     quads = padded.reshape(-1, 4)
@@ -275,23 +280,24 @@ def _pack_kinds(kinds: tuple[Kind, ...]) -> bytes:
     )
 
 
-def _read_kinds(reader: _Reader, layout: Layout) -> tuple[Kind, ...]:
-    packed = np.frombuffer(reader.take(-(-len(layout) // 4), "tensor kinds"), np.uint8)
-    numbers = (packed[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1)
+def unpack_kinds(packed: memoryview, layout: Layout) -> tuple[Kind, ...]:
+    """Return what `pack_kinds` was given; PayloadError where a number stands for no kind."""
+    numbers = (
+        np.frombuffer(packed, np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    ).reshape(-1)
     if (numbers[len(layout) :] != 0).any() or (numbers == 3).any():
         raise PayloadError("tensor kinds must be 0, 1 or 2 and their padding 0, got others")
     return tuple(map(Kind, numbers[: len(layout)].tolist()))
 
 
-def _check_kinds(kinds: tuple[Kind, ...], layout: Layout, digest: bytes, scheme: int) -> None:
+def check_kinds(kinds: tuple[Kind, ...], layout: Layout, digest: bytes) -> None:
+    """Raise PayloadError for kinds that do not fit the layout, or a digest that is not theirs."""
     raw = [i for i, kind in enumerate(kinds) if kind == Kind.RAW]
     if layout.digest(raw) != digest:
         raise PayloadError(
             f"payload must be of a layout with digest {layout.digest(raw).hex()}, "
             f"got {digest.hex()}; it was made for another model"
         )
-    if scheme == SCHEME_NONE and len(raw) < len(layout):
-        raise PayloadError(f"scheme 1 must send all {len(layout)} tensors raw, got {len(raw)}")
     for kind, dtype, name in zip(kinds, layout.dtypes, layout.names, strict=True):
         if kind != Kind.RAW and dtype not in FLOAT_DTYPES:
             raise PayloadError(

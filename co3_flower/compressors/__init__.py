@@ -1,0 +1,61 @@
+"""CO3 and the compressors that a user would compare it with, behind one interface.
+
+``COMPRESSORS`` maps each name to a compressor with its paper's usual settings; others are had with
+``dataclasses.replace`` or by `make_compressor`.
+
+Examples
+--------
+>>> import numpy as np
+>>> update = {"w": np.float32([[0.5, -1.0], [0.25, 0.0]])}
+>>> payload, state = COMPRESSORS["fp16"].encode(update, None, round_seed=0)
+>>> COMPRESSORS["fp16"].decode(payload, update, round_seed=0)["w"].tolist()
+[[0.5, -1.0], [0.25, 0.0]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from co3_flower.compressors.casts import Bf16, Fp8, Fp16
+from co3_flower.compressors.co3 import Co3, Float32
+from co3_flower.compressors.interface import Compressor, settings_of
+from co3_flower.errors import ConfigError
+
+COMPRESSORS: dict[str, Compressor] = {
+    compressor.name: compressor
+    for compressor in (
+        Co3(),
+        Float32(),
+        Fp16(),
+        Bf16(),
+        Fp8(),
+    )
+}
+
+__all__ = ["COMPRESSORS", "Compressor", "make_compressor", "settings_of"]
+
+
+def make_compressor(name: str, settings: Mapping[str, Any] | None = None) -> Compressor:
+    """Return the compressor of a name with some of its settings changed.
+
+    Raises
+    ------
+    ConfigError
+        When there is no such compressor or setting, or a value is impossible.
+
+    Examples
+    --------
+    >>> make_compressor("fp16").name
+    'fp16'
+    """
+    if name not in COMPRESSORS:
+        raise ConfigError(f"compressor must be one of {', '.join(COMPRESSORS)}, got {name!r}")
+    compressor = COMPRESSORS[name]
+    known = settings_of(compressor)
+    for key in settings or {}:
+        if key not in known:
+            choices = ", ".join(known) or "none"
+            raise ConfigError(f"settings of {name} must be among: {choices}, got {key!r}")
+    return replace(compressor, **(settings or {}))

@@ -1,0 +1,424 @@
+"""What every compressor does, and the payload that all rivals of CO3 share.
+
+A rival compresses the trainable float tensors by its paper's rule into a body. Buffers, and tensors
+that travel raw, are coded as CO3 codes them, the same for all, in a small CO3 payload behind it. So
+a comparison is one of the rules alone, and all bytes count.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co3_flower.codec import decode_update, encode_update
+from co3_flower.config import CodecConfig
+from co3_flower.errors import ConfigError, PayloadError
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, as_arrays
+from co3_flower.payload import MAGIC, VERSION, check_kinds, pack_kinds, unpack_kinds
+
+Tensors = dict[str, NDArray[np.float32]]
+State = Mapping[str, NDArray[np.float32]]
+
+# magic, version, scheme, whether kinds follow, layout digest, bytes of body, bytes of the rest
+_HEADER = struct.Struct("<4sBBH8sQQ")
+_CRC = struct.Struct("<I")
+_FLOAT32 = np.dtype(np.float32)
+_RESIDUAL = "residual/"  # of a compressor's error feedback, by tensor
+_REST = "rest/"  # residual of the buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor(ABC):
+    """A lossy code for updates; its fields are its settings, named as its paper names them.
+
+    A subclass gives ``name`` and ``scheme`` (the payload's byte), `compress` and `decompress`, and
+    where the server has work of its own to do after summing, `finish`.
+
+    Parameters
+    ----------
+    raw : sequence of str or int
+        Names or positions of tensors that travel as they are.
+    buffers : sequence of str or int
+        Names or positions of float tensors that are no parameters (BatchNorm's statistics).
+    """
+
+    raw: Sequence[str | int] = ()
+    buffers: Sequence[str | int] = ()
+
+    name: ClassVar[str]
+    scheme: ClassVar[int]
+
+    @abstractmethod
+    def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
+        """Return the body for the trainable tensors, and the state for the next round.
+
+        Parameters
+        ----------
+        tensors : dict of str to float32 array
+            Finite; not changed.
+        state : mapping of str to float32 array
+            What the last call returned; empty at first. Keys "residual/<tensor>" hold what is still
+            to be sent.
+        round_seed : int
+            Non-negative; the server decodes with the same one.
+        """
+
+    @abstractmethod
+    def decompress(self, body: memoryview, layout: Layout, round_seed: int) -> Tensors:
+        """Return the tensors of the layout (all float32) that a body stands for, or a sketch.
+
+        Raises
+        ------
+        PayloadError
+            If it is no sound body; nothing may be allocated beyond a small multiple of the layout.
+        """
+
+    def finish(
+        self, total: Tensors, server_state: State, layout: Layout
+    ) -> tuple[Tensors, Tensors]:
+        """Return the update that a weighted mean of decoded bodies stands for.
+
+        Parameters
+        ----------
+        total : dict of str to float32 array
+            Weighted mean of what `decompress` returned, over the clients of a round.
+        server_state : mapping of str to float32 array
+            What the last call returned; empty at first.
+        layout : Layout
+            Of the trainable tensors, all float32.
+
+        Returns
+        -------
+        update : dict of str to float32 array
+            One array a tensor of the layout.
+        server_state : dict of str to float32 array
+            For the next round.
+        """
+        return total, dict(server_state)
+
+    def encode(
+        self, update: Mapping[str, Any], state: State | None, round_seed: int
+    ) -> tuple[bytes, Tensors]:
+        """Compress an update into one payload.
+
+        Parameters
+        ----------
+        update : mapping of str to array
+            Gradient or weight difference, as for `encode_update`. Not changed.
+        state : mapping of str to float32 array, or None
+            What the last call returned, None at first. Not changed.
+        round_seed : int
+            Seed of this client and round, for compressors that draw.
+
+        Returns
+        -------
+        payload : bytes
+            All that goes up to the server.
+        state : dict of str to float32 array
+            What the next call needs; the same keys in every round.
+
+        Raises
+        ------
+        ValueError
+            If a float tensor holds NaN or infinity, or a selected name is missing.
+        """
+        arrays = as_arrays(update)
+        layout = Layout.of(arrays)
+        kinds = self._kinds(layout)
+        state = state or {}
+        tensors = {}
+        for i in _positions(kinds, Kind.CODED):
+            name = layout.names[i]
+            with np.errstate(over="ignore"):
+                tensors[name] = np.ascontiguousarray(arrays[name], np.float32).reshape(
+                    layout.shapes[i]
+                )
+            if bad := int(np.count_nonzero(~np.isfinite(tensors[name]))):
+                raise ValueError(
+                    f"update must be finite, got {bad} NaN or infinite entries in {name!r}"
+                )
+        own = {k: v for k, v in state.items() if not k.startswith(_REST)}
+        body, new_state = self.compress(tensors, own, round_seed)
+        others = [i for i, kind in enumerate(kinds) if kind != Kind.CODED]
+        rest = b""
+        if others:
+            encoded = encode_update(
+                {layout.names[i]: arrays[layout.names[i]] for i in others},
+                _strip(state, _REST) or None,
+                _rest_config(layout, kinds),
+            )
+            rest = encoded.payload
+            new_state = {**new_state, **_prefix(encoded.residual, _REST)}
+        return self._frame(layout, kinds, body, rest), new_state
+
+    def decode(
+        self, payload: bytes | memoryview, layout: Layout | Mapping[str, Any], round_seed: int
+    ) -> dict[str, NDArray[Any]]:
+        """Decode a payload.
+
+        Parameters
+        ----------
+        payload : bytes-like
+            What a client sent.
+        layout : Layout or mapping of str to array
+            Names, shapes and dtypes of the update.
+        round_seed : int
+            That of `encode`.
+
+        Returns
+        -------
+        dict of str to array
+            Float32 arrays in the layout's shapes (or a sketch in their place), buffers too; raw
+            tensors in their own dtype.
+
+        Raises
+        ------
+        PayloadError
+            If the bytes are no sound payload of this compressor and layout.
+        """
+        layout = Layout.of(layout)
+        kinds, body, rest = self._unframe(payload, layout)
+        coded = sub_layout(layout, _positions(kinds, Kind.CODED), _FLOAT32)
+        decoded: dict[str, NDArray[Any]] = dict(self.decompress(body, coded, round_seed))
+        for name, array in decoded.items():
+            if not np.isfinite(array).all():
+                raise PayloadError(f"decoded entries must be finite, got others in {name!r}")
+        others = [i for i, kind in enumerate(kinds) if kind != Kind.CODED]
+        if others:
+            decoded |= decode_update(rest, sub_layout(layout, others))
+        elif len(rest):
+            raise PayloadError(f"payload must end with its body, got {len(rest)} bytes more")
+        if all(name in decoded for name in layout.names):
+            return {name: decoded[name] for name in layout.names}
+        return decoded
+
+    def take_back(
+        self,
+        state: State,
+        payload: bytes | memoryview,
+        layout: Layout | Mapping[str, Any],
+        round_seed: int,
+    ) -> Tensors:
+        """Return the state with an update added that the server did not use, where it is kept.
+
+        That is so for tensors with a residual; a compressor without error feedback has no place for
+        what was lost. ``round_seed`` is that of the lost round.
+        """
+        result = {name: np.asarray(array) for name, array in state.items()}
+        keys = (_RESIDUAL, _REST)
+        if any(key.startswith(keys) for key in result):
+            for name, lost in self.decode(payload, layout, round_seed).items():
+                for key in (_RESIDUAL + name, _REST + name):
+                    if key in result:
+                        result[key] = result[key] + np.asarray(lost, np.float32)
+        return result
+
+    def _kinds(self, layout: Layout) -> tuple[Kind, ...]:
+        raw = layout.select(tuple(self.raw), "raw")
+        buffers = layout.select(tuple(self.buffers), "buffers")
+        return tuple(
+            Kind.RAW
+            if i in raw or dtype not in FLOAT_DTYPES
+            else Kind.BUFFER
+            if i in buffers
+            else Kind.CODED
+            for i, dtype in enumerate(layout.dtypes)
+        )
+
+    def _frame(self, layout: Layout, kinds: tuple[Kind, ...], body: bytes, rest: bytes) -> bytes:
+        raw = _positions(kinds, Kind.RAW)
+        has_kinds = any(kinds)
+        header = _HEADER.pack(
+            MAGIC, VERSION, self.scheme, has_kinds, layout.digest(raw), len(body), len(rest)
+        )
+        data = b"".join([header, pack_kinds(kinds) if has_kinds else b"", body, rest])
+        return data + _CRC.pack(zlib.crc32(data))
+
+    def _unframe(
+        self, payload: bytes | memoryview, layout: Layout
+    ) -> tuple[tuple[Kind, ...], memoryview, memoryview]:
+        try:
+            data = memoryview(payload).cast("B")
+        except TypeError:
+            raise TypeError(
+                f"payload must be a bytes-like object, got {type(payload).__name__}"
+            ) from None
+        if len(data) < _HEADER.size + _CRC.size:
+            raise PayloadError(
+                f"payload must hold at least {_HEADER.size + _CRC.size} bytes, got {len(data)}"
+            )
+        magic, version, scheme, has_kinds, digest, body_bytes, rest_bytes = _HEADER.unpack_from(
+            data
+        )
+        if (magic, version) != (MAGIC, VERSION):
+            raise PayloadError(
+                f"payload must start with {MAGIC!r} and version {VERSION}, got {magic!r} and "
+                f"{version}"
+            )
+        if scheme != self.scheme:
+            raise PayloadError(
+                f"payload must be of scheme {self.scheme} ({self.name}), got {scheme}"
+            )
+        body_end = len(data) - _CRC.size
+        (crc,) = _CRC.unpack_from(data, body_end)
+        if (found := zlib.crc32(data[:body_end])) != crc:
+            raise PayloadError(
+                f"payload must have checksum {crc:#010x}, got {found:#010x}; it was damaged"
+            )
+        if has_kinds > 1:
+            raise PayloadError(f"flags must be 0 or 1, got {has_kinds}")
+        kinds_bytes = -(-len(layout) // 4) if has_kinds else 0
+        position = _HEADER.size + kinds_bytes
+        if position + body_bytes + rest_bytes != body_end:
+            raise PayloadError(
+                f"payload must hold {position + body_bytes + rest_bytes} bytes before its "
+                f"checksum, got {body_end}"
+            )
+        kinds = (Kind.CODED,) * len(layout)
+        if has_kinds:
+            kinds = unpack_kinds(data[_HEADER.size : position], layout)
+        check_kinds(kinds, layout, digest)
+        return kinds, data[position : position + body_bytes], data[position + body_bytes : body_end]
+
+
+class BodyReader:
+    r"""A position in a body; `take` never goes beyond its end.
+
+    Examples
+    --------
+    >>> reader = BodyReader(memoryview(b"\x01\x00\x00\x00ab"))
+    >>> reader.unpack("<I"), bytes(reader.take(2, "text"))
+    ((1,), b'ab')
+    """
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._position = 0
+
+    def take(self, size: int, what: str) -> memoryview:
+        """Return the next bytes; PayloadError where there are fewer."""
+        left = len(self._body) - self._position
+        if not 0 <= size <= left:
+            raise PayloadError(f"payload must hold {size} bytes of {what}, got {left}")
+        self._position += size
+        return self._body[self._position - size : self._position]
+
+    def unpack(self, format: str) -> tuple[Any, ...]:
+        """Return the next numbers, by a format of the struct module."""
+        return struct.unpack(format, self.take(struct.calcsize(format), "numbers"))
+
+    def floats(self, count: int, what: str) -> NDArray[np.float32]:
+        """Return the next float32 numbers, all finite; a new array."""
+        values = np.frombuffer(self.take(4 * count, what), "<f4").astype(np.float32)
+        if not np.isfinite(values).all():
+            raise PayloadError(f"{what} must be finite, got NaN or infinity")
+        return values
+
+    def end(self) -> None:
+        """Raise PayloadError where something is left."""
+        if self._position != len(self._body):
+            raise PayloadError(f"body must end after {self._position} bytes, got {len(self._body)}")
+
+
+def flatten(tensors: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return all entries in order, as one new vector."""
+    parts = [array.reshape(-1) for array in tensors.values()]
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)
+
+
+def unflatten(vector: NDArray[np.float32], layout: Layout) -> Tensors:
+    """Return the tensors whose entries lie one after the other in a vector, as views."""
+    bounds = np.cumsum([0, *layout.numels]).tolist()
+    return {
+        name: vector[begin:end].reshape(shape)
+        for name, shape, begin, end in zip(
+            layout.names, layout.shapes, bounds[:-1], bounds[1:], strict=True
+        )
+    }
+
+
+def compensate(tensors: Tensors, state: State) -> Tensors:
+    """Return each tensor plus its residual (error feedback, arXiv 1901.09847)."""
+    return {
+        name: array + state[_RESIDUAL + name] if _RESIDUAL + name in state else array
+        for name, array in tensors.items()
+    }
+
+
+def residual_state(compensated: Tensors, decoded: Mapping[str, NDArray[np.float32]]) -> Tensors:
+    """Return the state that keeps what a payload left out of the compensated tensors."""
+    return {_RESIDUAL + name: array - decoded[name] for name, array in compensated.items()}
+
+
+def generator(round_seed: int) -> np.random.Generator:
+    """Return the random numbers of a client and round, the same on every machine."""
+    return np.random.Generator(np.random.PCG64(round_seed))
+
+
+def sub_layout(
+    layout: Layout, positions: Sequence[int], dtype: np.dtype[Any] | None = None
+) -> Layout:
+    """Return the layout of some of the tensors."""
+    return Layout(
+        tuple(layout.names[i] for i in positions),
+        tuple(layout.shapes[i] for i in positions),
+        tuple(dtype or layout.dtypes[i] for i in positions),
+    )
+
+
+def check_range(
+    setting: str, value: object, low: float, high: float = math.inf, *, open_below: bool = False
+) -> None:
+    """Raise ConfigError for a setting that is no finite number in [low, high]."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (open_below and value == low):  # type: ignore[operator]
+        bracket = "(" if open_below else "["
+        raise ConfigError(f"{setting} must be in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def check_count(setting: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError for a setting that is no integer in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{setting} must be an integer in [{low}, {high}], got {value!r}")
+
+
+def settings_of(compressor: Compressor) -> dict[str, Any]:
+    """Return a compressor's own settings, without its choice of tensors."""
+    return {
+        field.name: getattr(compressor, field.name)
+        for field in fields(compressor)
+        if field.name not in ("raw", "buffers")
+    }
+
+
+def _positions(kinds: Sequence[Kind], kind: Kind) -> list[int]:
+    return [i for i, other in enumerate(kinds) if other == kind]
+
+
+def _rest_config(layout: Layout, kinds: Sequence[Kind]) -> CodecConfig:
+    return CodecConfig(
+        raw=tuple(
+            layout.names[i] for i in _positions(kinds, Kind.RAW) if layout.dtypes[i] in FLOAT_DTYPES
+        ),
+        buffers=tuple(layout.names[i] for i in _positions(kinds, Kind.BUFFER)),
+    )
+
+
+def _strip(state: State, prefix: str) -> Tensors:
+    return {
+        key.removeprefix(prefix): np.asarray(value)
+        for key, value in state.items()
+        if key.startswith(prefix)
+    }
+
+
+def _prefix(arrays: Mapping[str, NDArray[np.float32]], prefix: str) -> Tensors:
+    return {prefix + key: value for key, value in arrays.items()}
