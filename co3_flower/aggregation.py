@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,12 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from co3_flower.codec import accumulate_update, decode_update
+from co3_flower.compressors import Compressor
 from co3_flower.errors import PayloadError
-from co3_flower.limits import NormLimit
+from co3_flower.layout import sub_layout
+from co3_flower.limits import NormLimit, limit_arrays
 from co3_flower.nodes import RoundError
-from co3_flower.records import values_of
+from co3_flower.records import derive_seed, values_of
 from co3_flower.replies import TrainReply
 from co3_flower.roles import TensorRoles
 
@@ -43,23 +45,81 @@ def largest_entry(weight: int) -> float:
     return min(_MAX_ENTRY, _MAX_WEIGHTED / weight)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """What the replies of a round are decoded by.
+
+    Parameters
+    ----------
+    roles : TensorRoles
+        The model.
+    server_round, seed : int
+        The round, and the seed of the run: what a rival of the codec drew by.
+    rival : Compressor, optional
+        Reads the payloads in place of the codec.
+    num_threads : int
+        Threads of the codec.
+    norm_limit : NormLimit, optional
+        Bound on each update.
+    """
+
+    roles: TensorRoles
+    server_round: int
+    seed: int = 0
+    rival: Compressor | None = None
+    num_threads: int = 1
+    norm_limit: NormLimit | None = None
+
+    def add(self, reply: TrainReply, total: Float32s, weight: int) -> Arrays:
+        """Decode a reply into a weighted sum, and return what was not added to it.
+
+        Raises
+        ------
+        PayloadError
+            If it does not decode; the sum is then as it was.
+        """
+        if self.rival is not None:
+            return self.decode(reply, weight)
+        return accumulate_update(
+            reply.payload,
+            total,
+            weight,
+            like=self.roles.like,
+            num_threads=self.num_threads,
+            max_magnitude=largest_entry(weight),
+            norm_limit=self.norm_limit,
+        )
+
+    def decode(self, reply: TrainReply, weight: int) -> Arrays:
+        """Return the tensors of a reply, or a sketch of them; PayloadError as for `add`."""
+        if self.rival is None:
+            return decode_update(
+                reply.payload,
+                self.roles.like,
+                num_threads=self.num_threads,
+                max_magnitude=largest_entry(weight),
+                norm_limit=self.norm_limit,
+            )
+        seed = derive_seed(self.seed, self.server_round, reply.client_id)
+        arrays = self.rival.decode(reply.payload, self.roles.like, seed)
+        limit_arrays(arrays, largest_entry(weight), self.norm_limit)
+        return arrays
+
+
 @dataclasses.dataclass
 class UpdateSum:
     """Weighted sum of the good updates of a round.
 
     Parameters
     ----------
-    roles : TensorRoles
-        The model.
+    decoder : Decoder
+        What they are decoded by.
     names : tuple of str
         The float tensors that are summed.
-    norm_limit : NormLimit, optional
-        Bound on each update.
     """
 
-    roles: TensorRoles
+    decoder: Decoder
     names: tuple[str, ...]
-    norm_limit: NormLimit | None = None
     total: Float32s = dataclasses.field(init=False)
     weight: int = 0
     used: list[TrainReply] = dataclasses.field(default_factory=list)
@@ -69,41 +129,62 @@ class UpdateSum:
     _most_examples: int = 0
 
     def __post_init__(self) -> None:
-        like = self.roles.like
+        like = self.decoder.roles.like
         shapes = dict(zip(like.names, like.shapes, strict=True))
         self.total = {name: np.zeros(shapes[name], np.float32) for name in self.names}
 
-    def add(self, reply: TrainReply, weight: int, num_threads: int) -> bool:
+    @property
+    def roles(self) -> TensorRoles:
+        """The model."""
+        return self.decoder.roles
+
+    def add(self, reply: TrainReply, weight: int) -> None:
         """Decode a reply into the sum; one that does not decode changes nothing and is refused."""
+        if (rest := self._try(reply, lambda: self.decoder.add(reply, self.total, weight))) is None:
+            return
+        if self.decoder.rival is not None and self.decoder.rival.is_sketch:
+            for name in rest.keys() - set(self.roles.like.names) - self.total.keys():
+                self.total[name] = np.zeros_like(rest[name])
+        self._take(reply, rest, weight)
+
+    def add_dense(self, reply: TrainReply, weight: int) -> Arrays | None:
+        """Decode a reply by itself, and add the tensors of ``names``; None where it is refused."""
+        decoded = self._try(reply, lambda: self.decoder.decode(reply, weight))
+        if decoded is not None:
+            self._take(reply, decoded, weight)
+        return decoded
+
+    def finish(self, server_state: Mapping[str, NDArray[np.float32]]) -> Float32s:
+        """Replace the sums by their means, and a sketch by the update that it stands for.
+
+        Parameters
+        ----------
+        server_state : mapping of str to float32 array
+            What the last call returned; empty at first.
+        """
+        rival, like = self.decoder.rival, self.roles.like
+        assert rival is not None
+        coded = set(self.roles.trainable) - set(self.roles.kinds["raw"])
+        layout = sub_layout(like, [i for i, name in enumerate(like.names) if name in coded])
+        with np.errstate(over="ignore", invalid="ignore"):
+            means = {k: v * np.float32(1.0 / self.weight) for k, v in self.total.items()}
+        sketch = {name: mean for name, mean in means.items() if name not in like.names}
+        update, state = rival.finish(sketch, server_state, layout)
+        others = {name: means[name] for name in means.keys() - coded - sketch.keys()}
+        self.total, self.weight = {**update, **others}, 1
+        return state
+
+    def _try(self, reply: TrainReply, decode: Callable[[], Arrays]) -> Arrays | None:
         start = time.perf_counter()
         try:
-            raw = accumulate_update(
-                reply.payload,
-                self.total,
-                weight,
-                like=self.roles.like,
-                num_threads=num_threads,
-                max_magnitude=largest_entry(weight),
-                norm_limit=self.norm_limit,
-            )
+            return decode()
         except PayloadError as error:
-            return self.refuse(reply, str(error))
+            self.refused.append((reply, str(error)))
+            return None
         finally:
             self.decode_seconds += time.perf_counter() - start
-        return self._take(reply, raw, weight)
 
-    def add_decoded(
-        self, reply: TrainReply, decoded: Mapping[str, NDArray[Any]], weight: int
-    ) -> None:
-        """Add an update that is already decoded; only the tensors of ``names`` are summed."""
-        self._take(reply, decoded, weight)
-
-    def refuse(self, reply: TrainReply, reason: str) -> bool:
-        """Note a reply that is not used."""
-        self.refused.append((reply, reason))
-        return False
-
-    def _take(self, reply: TrainReply, arrays: Mapping[str, NDArray[Any]], weight: int) -> bool:
+    def _take(self, reply: TrainReply, arrays: Mapping[str, NDArray[Any]], weight: int) -> None:
         for name, value in arrays.items():
             if name in self.total:
                 add_weighted(self.total[name], value, weight)
@@ -114,7 +195,6 @@ class UpdateSum:
             }
         self.weight += weight
         self.used.append(reply)
-        return True
 
 
 def add_weighted(total: NDArray[np.float32], update: NDArray[Any], weight: int) -> None:
@@ -124,66 +204,40 @@ def add_weighted(total: NDArray[np.float32], update: NDArray[Any], weight: int) 
 
 
 def sum_updates(
-    roles: TensorRoles,
-    replies: Sequence[TrainReply],
-    weights: Sequence[int],
-    num_threads: int = 1,
-    norm_limit: NormLimit | None = None,
+    decoder: Decoder, replies: Sequence[TrainReply], weights: Sequence[int]
 ) -> UpdateSum:
     """Return the weighted sum of all float tensors over the replies, in the order given.
 
     Parameters
     ----------
-    roles : TensorRoles
-        The model.
+    decoder : Decoder
+        What they are decoded by.
     replies : sequence of TrainReply
         In client-id order.
     weights : sequence of int
         Weight of each reply.
-    num_threads : int
-        Threads of the decoder.
-    norm_limit : NormLimit, optional
-        Bound on each update.
     """
-    names = tuple(name for name in roles.like.names if name in roles.floats)
-    result = UpdateSum(roles, names, norm_limit)
+    roles = decoder.roles
+    result = UpdateSum(decoder, tuple(name for name in roles.like.names if name in roles.floats))
     for reply, weight in zip(replies, weights, strict=True):
-        result.add(reply, weight, num_threads)
+        result.add(reply, weight)
     return result
 
 
 def decode_replies(
-    roles: TensorRoles,
-    replies: Sequence[TrainReply],
-    weights: Sequence[int],
-    num_threads: int = 1,
-    norm_limit: NormLimit | None = None,
+    decoder: Decoder, replies: Sequence[TrainReply], weights: Sequence[int]
 ) -> tuple[UpdateSum, list[Float32s]]:
     """Return the sum over the float buffers, and each good reply's trainable tensors.
 
     Parameters are those of `sum_updates`.
     """
-    result = UpdateSum(
-        roles, tuple(n for n in roles.buffer_names if n in roles.floats and n in roles.like.names)
-    )
+    roles = decoder.roles
+    buffers = (n for n in roles.buffer_names if n in roles.floats and n in roles.like.names)
+    result = UpdateSum(decoder, tuple(buffers))
     updates = []
     for reply, weight in zip(replies, weights, strict=True):
-        start = time.perf_counter()
-        try:
-            decoded = decode_update(
-                reply.payload,
-                roles.like,
-                num_threads=num_threads,
-                max_magnitude=largest_entry(weight),
-                norm_limit=norm_limit,
-            )
-        except PayloadError as error:
-            result.refuse(reply, str(error))
-            continue
-        finally:
-            result.decode_seconds += time.perf_counter() - start
-        result.add_decoded(reply, decoded, weight)
-        updates.append({name: np.asarray(decoded[name], np.float32) for name in roles.trainable})
+        if (decoded := result.add_dense(reply, weight)) is not None:
+            updates.append({n: np.asarray(decoded[n], np.float32) for n in roles.trainable})
     return result, updates
 
 

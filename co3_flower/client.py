@@ -31,10 +31,10 @@ from flwr.common import FitIns, FitRes, Parameters
 from numpy.typing import NDArray
 
 from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
-from co3_flower.config import CodecConfig
+from co3_flower.compressors import Compressor, rival_stats, settings_of
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout, as_arrays
-from co3_flower.memory import ClientMemory, ScaleStore, client_memory
+from co3_flower.memory import ClientMemory, Recalled, ScaleStore, client_memory
 from co3_flower.records import (
     ARRAYS,
     CLIENT_ID,
@@ -47,6 +47,7 @@ from co3_flower.records import (
     TrainSettings,
     client_id,
     config_record,
+    derive_seed,
     values_of,
 )
 from co3_flower.replies import (
@@ -309,23 +310,12 @@ class _Sender:
                     f"update must have shape {shape}, got {update[name].shape} in tensor {name!r}"
                 )
             sent[name] = _cast(name, update[name], dtype)
-        if self._settings.compressor == "none":
+        if self._settings.rival is not None:
+            self._encoded = self._encode_by(roles.compressor(self._settings.rival), sent)
+        elif self._settings.compressor == "none":
             self._encoded = encode_raw_update(sent)
         else:
-            config = roles.codec_config(self._settings.codec, _num_threads(self._context))
-            self._digest = _residual_digest(sent, config)
-            self._memory = client_memory(
-                self._context, self._settings, self._digest, config.float_format.name, config.gamma
-            )
-            recalled = self._memory.recall()
-            self._encoded = encode_update(
-                sent,
-                recalled.residual,
-                config,
-                max_payload_bytes=self._settings.max_payload_bytes or None,
-                scales=self._scales.load(self._settings.server_round, self._digest),
-                unused_payload=recalled.unused_payload,
-            )
+            self._encoded = self._encode_by_codec(sent)
         seconds = time.perf_counter() - start
         encoded = self._encoded
         return co3_scalars(
@@ -336,10 +326,41 @@ class _Sender:
             seconds,
         )
 
+    def _encode_by_codec(self, sent: Arrays) -> EncodedUpdate:
+        config = self._roles.codec_config(self._settings.codec, _num_threads(self._context))
+        self._digest = _residual_digest(sent, self._roles)
+        recalled = self._recall(config.float_format.name, config.gamma)
+        return encode_update(
+            sent,
+            recalled.residual,
+            config,
+            max_payload_bytes=self._settings.max_payload_bytes or None,
+            scales=self._scales.load(self._settings.server_round, self._digest),
+            unused_payload=recalled.unused_payload,
+        )
+
+    def _encode_by(self, compressor: Compressor, sent: Arrays) -> EncodedUpdate:
+        self._digest = _residual_digest(sent, self._roles)
+        recalled = self._recall(f"{compressor.name} {settings_of(compressor)}", 1.0)
+        state = recalled.residual or {}
+        if recalled.unused_payload is not None:
+            seed = self._round_seed(recalled.server_round)
+            state = compressor.take_back(state, recalled.unused_payload, sent, seed)
+        seed = self._round_seed(self._settings.server_round)
+        payload, state = compressor.encode(sent, state, seed)
+        return EncodedUpdate(payload, state, rival_stats(payload, sent, state))
+
+    def _recall(self, format: str, gamma: float) -> Recalled:
+        self._memory = client_memory(self._context, self._settings, self._digest, format, gamma)
+        return self._memory.recall()
+
+    def _round_seed(self, server_round: int) -> int:
+        return derive_seed(self._settings.seed, server_round, client_id(self._context))
+
     def save(self) -> EncodedUpdate:
         """Keep scales and residual for the next round, and return what was encoded."""
         assert self._encoded is not None
-        if self._settings.compressor != "none":
+        if self._settings.compressor == "co3":
             scales = {
                 row.name: row.scale
                 for row in self._encoded.stats.tensors
@@ -430,12 +451,13 @@ def _cast(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.ascontiguousarray(value, dtype).reshape(value.shape)
 
 
-def _residual_digest(sent: Arrays, config: CodecConfig) -> bytes:
+def _residual_digest(sent: Arrays, roles: TensorRoles) -> bytes:
     """Return 8 bytes over names, shapes and roles of the error-fed tensors."""
+    raw, buffers = roles.kinds["raw"], roles.kinds["buffers"]
     rows = [
-        (name, array.shape, name in config.buffers)
+        (name, array.shape, name in buffers)
         for name, array in sent.items()
-        if array.dtype == np.float32 and name not in config.raw
+        if array.dtype == np.float32 and name not in raw
     ]
     return hashlib.blake2b(repr(rows).encode(), digest_size=8).digest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -183,6 +183,17 @@ class Plan:
     def has_buffers(self) -> bool:
         """Whether the buffers hold any entry."""
         return bool(self.offsets[-1] > self.offsets[self.num_coded])
+
+
+def sub_layout(
+    layout: Layout, positions: Sequence[int], dtype: np.dtype[Any] | None = None
+) -> Layout:
+    """Return the layout of some of the tensors."""
+    return Layout(
+        tuple(layout.names[i] for i in positions),
+        tuple(layout.shapes[i] for i in positions),
+        tuple(dtype or layout.dtypes[i] for i in positions),
+    )
 
 
 def max_tables(num_symbols: int) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from co3_flower import kernels
 from co3_flower.errors import PayloadError
-from co3_flower.layout import FLOAT_DTYPES, Layout, Plan
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan
 
 _BLOCK = 2**16  # raw entries squared at a time
 
@@ -156,6 +156,36 @@ def limit_norm(
         for i, array in raw.items():
             if layout.names[i] in limit.names:
                 np.multiply(array, factor, out=array, dtype=np.float64, casting="same_kind")
+
+
+def limit_arrays(
+    arrays: dict[str, NDArray[Any]], max_magnitude: float, norm_limit: NormLimit | None
+) -> None:
+    """Hold decoded tensors to the limits: `check_magnitudes`, then `limit_norm`.
+
+    Parameters
+    ----------
+    arrays : dict of str to array
+        Float arrays may be scaled down, in new arrays.
+    max_magnitude : float
+        Largest magnitude of a float entry.
+    norm_limit : NormLimit or None
+        Bound on the norm.
+
+    Raises
+    ------
+    PayloadError
+        As those two do.
+    """
+    layout = Layout.of(arrays)
+    plan = layout.plan((Kind.RAW,) * len(layout), 1)
+    symbols, values = np.empty(0, np.uint8), np.empty((0, 1), np.float32)
+    raw = dict(enumerate(arrays.values()))
+    check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+    if norm_limit is not None:
+        raw = {i: a.copy() if layout.names[i] in norm_limit.names else a for i, a in raw.items()}
+        limit_norm(norm_limit, layout, plan, values, symbols, raw)
+        arrays.update(zip(layout.names, raw.values(), strict=True))
 
 
 def _counts(symbols: NDArray[np.uint8], plan: Plan, j: int, num_values: int) -> NDArray[np.int64]:

@@ -105,10 +105,13 @@ class Recalled:
         Residual m of the last round; None at first.
     unused_payload : bytes or None
         Payload of the last round, where the server did not use it.
+    server_round : int
+        The last round; 0 at first.
     """
 
     residual: Residual | None = None
     unused_payload: bytes | None = None
+    server_round: int = 0
 
 
 class Store(Protocol):
@@ -170,7 +173,8 @@ class ClientMemory:
                 return Recalled()
             if (found := self._store.read(self._base)) is not None:
                 residual, payload = found
-                return Recalled(residual, payload if self._base_unused else None)
+                unused = payload if self._base_unused else None
+                return Recalled(residual, unused, self._base.server_round)
 
     def save(self, residual: Mapping[str, NDArray[np.float32]], payload: bytes) -> None:
         """Keep the round's residual and payload, and what they were built on."""

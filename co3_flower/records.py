@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -25,6 +26,7 @@ from flwr.app import (
 )
 from numpy.typing import NDArray
 
+from co3_flower.compressors import COMPRESSORS, Compressor, make_compressor, settings_of
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 
@@ -44,7 +46,6 @@ QUERY = "co3.query"  # in a message's config: tell the client-id, do not train
 
 _NPY_HEADER = 10  # bytes before the text of an .npy header: magic, version, length
 
-COMPRESSORS = ("co3", "none")
 PAYLOAD_KINDS = ("update", "gradient")
 BUFFER_KINDS = ("coded", "raw", "local")
 
@@ -69,7 +70,11 @@ class TrainSettings:
     payload_kind : str
         "update" or "gradient".
     compressor : str
-        "co3" or "none".
+        A name in `COMPRESSORS`.
+    rival : Compressor or None
+        The compressor with its settings, where it is neither "co3" nor "none".
+    seed : int
+        The server's; with a rival, clients draw by it.
     codec : CodecConfig
         Codec settings; its ``raw``, ``buffers`` and ``num_threads`` are not used.
     raw : tuple of int
@@ -91,6 +96,8 @@ class TrainSettings:
     server_round: int
     payload_kind: str = "update"
     compressor: str = "co3"
+    rival: Compressor | None = None
+    seed: int = 0
     codec: CodecConfig = dataclasses.field(default_factory=CodecConfig)
     raw: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
@@ -113,6 +120,9 @@ class TrainSettings:
             PREFIX + "compressor": self.compressor,
             PREFIX + "buffers-kind": self.buffers_kind,
         }
+        if self.rival is not None:
+            scalars[PREFIX + "compressor-settings"] = json.dumps(settings_of(self.rival))
+            scalars[PREFIX + "seed"] = self.seed
         if self.used_round is not None:
             scalars[PREFIX + USED_ROUND] = self.used_round
         if self.max_payload_bytes:
@@ -144,10 +154,13 @@ class TrainSettings:
         codec: dict[str, Any] = {
             name: config[key] for name, key in _CODEC_SCALARS.items() if key in config
         }
+        compressor = _choice(config, "compressor", tuple(COMPRESSORS))
         return cls(
             server_round=int(cast(int, config[PREFIX + SERVER_ROUND])),
             payload_kind=_choice(config, "payload-kind", PAYLOAD_KINDS),
-            compressor=_choice(config, "compressor", COMPRESSORS),
+            compressor=compressor,
+            rival=_rival(compressor, config.get(PREFIX + "compressor-settings", "{}")),
+            seed=int(cast(int, config.get(PREFIX + "seed", 0))),
             codec=CodecConfig(**codec),
             raw=_split(config, "raw"),
             buffers=_split(config, "buffers"),
@@ -288,6 +301,22 @@ def _split(config: Mapping[str, ConfigRecordValues], key: str) -> tuple[int, ...
         return tuple(int(part) for part in str(text).split(",") if part)
     except ValueError:
         raise ConfigError(f"{PREFIX + key} must be comma-joined positions, got {text!r}") from None
+
+
+def is_rival(compressor: str) -> bool:
+    """Tell whether a compressor's payload is framed and read by itself, not by the codec."""
+    return compressor not in ("co3", "none")
+
+
+def _rival(compressor: str, settings: object) -> Compressor | None:
+    if not is_rival(compressor):
+        return None
+    try:
+        return make_compressor(compressor, json.loads(str(settings)))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{PREFIX}compressor-settings must fit {compressor!r}, got {settings!r}: {error}"
+        ) from None
 
 
 def _choice(config: Mapping[str, ConfigRecordValues], key: str, choices: tuple[str, ...]) -> str:

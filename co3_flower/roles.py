@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from co3_flower.compressors import Compressor
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.layout import FLOAT_DTYPES, Layout
@@ -95,19 +96,27 @@ class TensorRoles:
             if name in trainable
         )
 
-    def codec_config(self, config: CodecConfig, num_threads: int) -> CodecConfig:
-        """Return the codec's settings for this model: raw tensors and float buffers by name."""
+    @cached_property
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """Names of the float tensors that are sent raw, and of those sent as coded buffers."""
         raw = {self.layout.names[i] for i in self.raw} & self.floats
         buffers = [name for name in self.buffer_names if name in self.floats]
         if self.buffers_kind == "raw":
             raw |= set(buffers)
         sent = self.like.names
-        return dataclasses.replace(
-            config,
-            raw=tuple(name for name in sent if name in raw),
-            buffers=tuple(name for name in sent if name in buffers and name not in raw),
-            num_threads=num_threads,
-        )
+        return {
+            "raw": tuple(name for name in sent if name in raw),
+            "buffers": tuple(name for name in sent if name in buffers and name not in raw),
+        }
+
+    def compressor(self, compressor: Compressor) -> Compressor:
+        """Return a rival of the codec for this model: raw tensors and float buffers by name."""
+        return dataclasses.replace(compressor, **self.kinds)
+
+    def codec_config(self, config: CodecConfig, num_threads: int) -> CodecConfig:
+        """Return the codec's settings for this model: raw tensors and float buffers by name."""
+        raw, buffers = self.kinds["raw"], self.kinds["buffers"]
+        return dataclasses.replace(config, raw=raw, buffers=buffers, num_threads=num_threads)
 
 
 def find_roles(

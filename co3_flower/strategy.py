@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from co3_flower.accounting import Failure, Ledger
 from co3_flower.aggregation import (
+    Decoder,
     UpdateSum,
     decode_replies,
     find_nonnegative,
@@ -39,6 +40,7 @@ from co3_flower.checks import (
     resolve_server_lr,
 )
 from co3_flower.codec import least_payload_bytes
+from co3_flower.compressors import Co3, Compressor, make_compressor, settings_of
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.evaluation import aggregate_evaluation, mean_metrics
@@ -56,11 +58,11 @@ from co3_flower.privacy import (
 )
 from co3_flower.records import (
     BUFFER_KINDS,
-    COMPRESSORS,
     PAYLOAD_KINDS,
     SERVER_ROUND,
     ClientId,
     TrainSettings,
+    is_rival,
     message_content,
     values_of,
 )
@@ -84,8 +86,9 @@ class CO3Strategy(Strategy):
 
     Parameters
     ----------
-    config : CodecConfig or str
-        Settings of the codec, sent to the clients with every train message; or "none" for float32.
+    config : CodecConfig, Compressor or str
+        Settings of the codec, sent to the clients with every train message; or another compressor,
+        or its name in ``co3_flower.compressors.COMPRESSORS`` ("none" is float32).
     inner : Strategy, optional
         A stock strategy; it sees the trainable float tensors only and chooses no nodes.
     payload : str
@@ -162,7 +165,7 @@ class CO3Strategy(Strategy):
 
     def __init__(
         self,
-        config: CodecConfig | str,
+        config: CodecConfig | Compressor | str,
         inner: Strategy | None = None,
         *,
         payload: str = "update",
@@ -184,8 +187,7 @@ class CO3Strategy(Strategy):
         experiment_id: str = "",
         checkpoint_path: str | Path | None = None,
     ) -> None:
-        if not isinstance(config, CodecConfig):
-            check_choice("compressor", config, COMPRESSORS)
+        self.compressor, self.codec, self._rival = _compressor(config)
         check_inner(inner)
         if isinstance(inner, CO3Strategy):
             raise ConfigError("inner must aggregate dense weights, got another CO3Strategy")
@@ -209,15 +211,20 @@ class CO3Strategy(Strategy):
             raise ConfigError("max_update_norm must be set with reclip, got None")
         check_client_clipping(clipping_norm, payload, reclip, max_update_norm)
         check_integer("uplink_budget_bytes", uplink_budget_bytes or 0, 0)
-        if uplink_budget_bytes and not isinstance(config, CodecConfig):
+        if uplink_budget_bytes and self.compressor != "co3":
             raise ConfigError(
-                f"uplink_budget_bytes must be None with compressor {config!r}, whose payloads have "
-                f"one size, got {uplink_budget_bytes}"
+                f"uplink_budget_bytes must be None with compressor {self.compressor!r}, whose "
+                f"payloads have a size of their own, got {uplink_budget_bytes}"
             )
+        if self._rival is not None and self._rival.is_sketch:
+            for setting, value in (("inner", inner), ("max_update_norm", max_update_norm)):
+                if value is not None:
+                    raise ConfigError(
+                        f"{setting} must be None with compressor {self.compressor!r}, which gives "
+                        f"no client's own update, got {value!r}"
+                    )
         if num_clients and min_replies > num_clients:
             raise ConfigError(f"min_replies must be at most {num_clients}, got {min_replies}")
-        self.compressor = "co3" if isinstance(config, CodecConfig) else config
-        self.codec = config if isinstance(config, CodecConfig) else CodecConfig()
         self.inner = inner
         self.payload = payload
         self.server_lr = resolve_server_lr(server_lr, payload, has_inner=inner is not None)
@@ -252,6 +259,7 @@ class CO3Strategy(Strategy):
         self._nonnegative: frozenset[str] = frozenset()
         self._arrays = ArrayRecord()
         self._sent: list[Message] = []
+        self._server_state: dict[str, np.ndarray] = {}  # of a compressor that sums sketches
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -338,7 +346,9 @@ class CO3Strategy(Strategy):
 
     def summary(self) -> None:
         """Log the settings."""
-        codec = repr(self.codec) if self.compressor == "co3" else f"{self.compressor} (float32)"
+        codec = repr(self.codec) if self.compressor == "co3" else self.compressor
+        if self._rival is not None:
+            codec += "".join(f", {key} {value}" for key, value in settings_of(self._rival).items())
         inner = "FedAvg, streaming" if self.inner is None else type(self.inner).__name__
         clients = self.num_clients or "as many as connect"
         lines = [
@@ -427,11 +437,18 @@ class CO3Strategy(Strategy):
         if self._budget is not None:
             good, failures = self._budget.settle(server_round, good, failures)
         updates: list[dict[str, np.ndarray]] = []
-        arguments = (self._weights(good), self.codec.num_threads, self._norm_limit(roles))
+        decoder = Decoder(
+            roles=roles,
+            server_round=server_round,
+            seed=self.seed,
+            rival=self._rival,
+            num_threads=self.codec.num_threads,
+            norm_limit=self._norm_limit(roles),
+        )
         if self.inner is None:
-            total = sum_updates(roles, good, *arguments)
+            total = sum_updates(decoder, good, self._weights(good))
         else:
-            total, updates = decode_replies(roles, good, *arguments)
+            total, updates = decode_replies(decoder, good, self._weights(good))
         failures += [
             Failure(server_round, reply.node_id, reply.client_id, reason)
             for reply, reason in total.refused
@@ -440,6 +457,8 @@ class CO3Strategy(Strategy):
             server_round, total.used, failures, roles.num_parameters, total.decode_seconds
         )
         self._check_round(server_round, len(total.used), failures)
+        if self._rival is not None and self._rival.is_sketch:
+            self._server_state = total.finish(self._server_state)
         arrays, metrics = self._step(server_round, roles, total, updates)
         metrics.update({k.replace("_", "-"): record[k] for k in _REPORTED if record[k] is not None})
         self._used_rounds |= {reply.client_id: server_round for reply in total.used}
@@ -474,6 +493,7 @@ class CO3Strategy(Strategy):
             "ledger": self._ledger.state(),
             "used_rounds": self._used_rounds,
             "nonnegative": sorted(self._nonnegative),
+            "server_state": self._server_state,
             "lost_bytes": 0 if self._budget is None else self._budget.lost_bytes,
             "inner": None if self.inner is None else strategy_state(self.inner),
         }
@@ -513,6 +533,7 @@ class CO3Strategy(Strategy):
         self._used_rounds = state["used_rounds"]
         self._roles = self._find_roles(arrays)
         self._nonnegative = frozenset(state["nonnegative"])
+        self._server_state = state["server_state"]
         if self._budget is not None:
             self._budget.lost_bytes = state["lost_bytes"]
         return server_round, arrays
@@ -559,6 +580,8 @@ class CO3Strategy(Strategy):
             server_round=server_round,
             payload_kind=self.payload,
             compressor=self.compressor,
+            rival=self._rival,
+            seed=self.seed,
             codec=self.codec,
             raw=roles.raw,
             buffers=roles.buffers,
@@ -647,3 +670,14 @@ class CO3Strategy(Strategy):
             )
             arrays = next_model(self._arrays, total, step, self._nonnegative, trained)
         return arrays, MetricRecord() if metrics is None else metrics
+
+
+def _compressor(
+    config: CodecConfig | Compressor | str,
+) -> tuple[str, CodecConfig, Compressor | None]:
+    """Return a compressor's name, the codec's settings, and a rival of the codec."""
+    if isinstance(config, CodecConfig):
+        config = Co3(config=config)
+    compressor = config if isinstance(config, Compressor) else make_compressor(config)
+    codec = compressor.config if isinstance(compressor, Co3) else CodecConfig()
+    return compressor.name, codec, compressor if is_rival(compressor.name) else None

@@ -1,4 +1,4 @@
-"""The commands that a checkout adds to `co3`: `co3 run`, `co3 sweep`, `co3 report`."""
+"""The commands that a checkout adds to `co3`: run, sweep, compare and report."""
 
 import importlib.util
 import os
@@ -18,6 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from co3_flower import Co3Error, ConfigError
+from sim.compare.figure import save_figure
+from sim.compare.plan import Comparison, read_comparison
+from sim.compare.results import Result, add_result, read_results, result_of, scores
+from sim.compare.table import format_comparison
 from sim.data import check_shares, shared_images
 from sim.engine import Engine
 from sim.federation import Federation
@@ -193,6 +197,51 @@ def register(app: typer.Typer, root: Path) -> None:
         sweep_dir, points = resolve_points(config, override or [], Path.cwd())
         table = run_sweep(root, sweep_dir, points, jobs, Console())
         typer.echo(f"run-dir  {sweep_dir}\n\n{table}")
+
+    @app.command("compare")
+    def compare(
+        config: Annotated[
+            Path,
+            typer.Argument(
+                metavar="FILE.toml",
+                help="Settings, compressors and stages, as in configs/compare-*.toml.",
+            ),
+        ],
+        override: Annotated[
+            list[str] | None,
+            typer.Option(
+                "-c",
+                "--run-config",
+                metavar='"KEY=VALUE ..."',
+                help="Settings that override those all points share; see `co3 run --help`.",
+            ),
+        ] = None,
+        jobs: Annotated[
+            int,
+            typer.Option("--jobs", min=1, help="Points at a time, each on one CPU core."),
+        ] = 1,
+        last_stage: Annotated[
+            str, typer.Option("--until", metavar="STAGE", help="Stop behind this stage.")
+        ] = "",
+    ) -> None:
+        r"""Train with every compressor of a file, and go on where an earlier call was ended.
+
+        FILE.toml holds the settings that all points share, a table \[\[entry]] for each compressor
+        at each strength, and tables \[\[stage]]: the first one finds each entry's best step size,
+        later ones train the best of them longer, on more seeds or in another setting.
+
+        Each finished point is a line of run-dir/results.jsonl (default run-dir: runs/<name of
+        FILE>) and not repeated. Ends with a table for each stage, also in run-dir/table.md, and the
+        figure accuracy against R as PNG and SVG.
+
+        The exit code is 0 when every point is done, 1 when some failed, 2 for a wrong setting, 130
+        after Ctrl-C.
+        """
+        comparison = read_comparison(config)
+        comparison.shared.update(parse_overrides(override or []))
+        folder = compare_dir(comparison, config, Path.cwd())
+        table = run_comparison(root, folder, comparison, last_stage, jobs, Console())
+        typer.echo(f"run-dir  {folder}\n\n{table}")
 
     @app.command("report")
     def report(
@@ -382,6 +431,102 @@ def run_sweep(
             f"{len(failed)} of {len(points)} points failed, the others are done: {reasons}"
         )
     return table
+
+
+def compare_dir(comparison: Comparison, config: Path, folder: Path) -> Path:
+    """Return a comparison's folder, once all its settings are checked."""
+    for stage in comparison.stages:
+        for label in comparison.entries:
+            values = {**comparison.shared, **stage.values, **comparison.entries[label]}
+            settings = _settle(values, folder)
+    return Path(settings.run_dir or folder / "runs" / config.stem)
+
+
+def run_comparison(
+    root: Path, folder: Path, comparison: Comparison, last_stage: str, jobs: int, console: Console
+) -> str:
+    """Run what is not done of a comparison, stage by stage, and return the tables.
+
+    Raises
+    ------
+    ConfigError
+        A point that cannot run on this machine, a stage that is not there, or a folder that another
+        comparison holds or has used.
+    RunFailed
+        Some points failed; the stages behind are not begun.
+    Interrupted
+        It was asked to end.
+    """
+    _check_packages()
+    names = [stage.name for stage in comparison.stages]
+    if last_stage and last_stage not in names:
+        raise ConfigError(f"--until must be one of {', '.join(names)}, got {last_stage!r}")
+    check_writable(folder, "run-dir")
+    tables = ""
+    with sole_owner(folder):
+        for stage in comparison.stages[: names.index(last_stage or names[-1]) + 1]:
+            results = read_results(folder)
+            points = comparison.points(stage, results, folder, lambda v: _settle(v, Path.cwd()))
+            _check_machine(points[0].settings)
+            failed = _run_stage(root, folder, points, results, jobs, console)
+            if failed:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+                raise RunFailed(
+                    f"{len(failed)} of {len(points)} points of stage {stage.name!r} failed, the"
+                    f" others are done: {reasons}"
+                )
+            by_stage = {
+                name: scores(r for r in read_results(folder) if r.stage == name)
+                for name in names[: names.index(stage.name) + 1]
+            }
+            tables = "\n".join(
+                f"{name}\n\n{format_comparison(found, comparison.target_share)}"
+                for name, found in by_stage.items()
+            )
+            (folder / TABLE_NAME).write_text(tables, encoding="utf-8")
+            save_figure(by_stage, folder)
+    return tables
+
+
+def _run_stage(
+    root: Path,
+    folder: Path,
+    points: Sequence[Point],
+    results: Sequence[Result],
+    jobs: int,
+    console: Console,
+) -> dict[str, str]:
+    """Run the points that have no result yet; return the failed ones with their reasons."""
+    stage = points[0].values["stage"]
+    done = {(r.label, r.config["lr"], r.config["seed"]): r for r in results if r.stage == stage}
+    pending = []
+    for point in points:
+        config = point.settings.as_run_config()
+        result = done.get((str(point.values["label"]), config["lr"], config["seed"]))
+        if result is None:
+            pending.append(point)
+        elif wrong := [key for key, value in result.config.items() if config[key] != value]:
+            raise ConfigError(
+                f"{wrong[0]} must be {result.config[wrong[0]]!r} as in {str(folder)!r}, got "
+                f"{config[wrong[0]]!r}; give a changed comparison another folder: "
+                "-c \"run-dir='...'\""
+            )
+    console.print(f"stage {stage}: {len(points) - len(pending)} of {len(points)} points are done")
+    if not pending:
+        return {}
+    try:
+        with _signals_as_interrupt():
+            return run_points(
+                pending,
+                root=root,
+                jobs=jobs,
+                console=console,
+                on_done=lambda point: add_result(folder, result_of(point)),
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; the same command goes on where it was (results in {folder})"
+        ) from None
 
 
 def _settle(values: Mapping[str, Value], folder: Path) -> Settings:

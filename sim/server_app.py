@@ -103,7 +103,7 @@ def make_strategy(
 ) -> CO3Strategy:
     """Build the strategy from the run-config."""
     return CO3Strategy(
-        settings.codec_config() if settings.compressor == "co3" else settings.compressor,
+        settings.update_compressor(),
         make_inner(settings),
         payload=settings.payload,
         server_lr=settings.ps_step,

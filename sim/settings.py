@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from co3_flower import CodecConfig, ConfigError
+from co3_flower.compressors import COMPRESSORS, Compressor, make_compressor
 
 Value = str | int | float | bool
 
@@ -44,7 +45,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model": MODELS,
     "payload": ("gradient", "update"),
     "weighting": ("examples", "uniform"),
-    "compressor": ("co3", "none"),
+    "compressor": tuple(COMPRESSORS),
     "buffers": ("coded", "raw", "local"),
     "strategy": STRATEGIES,
     "device": ("auto", "cpu", "cuda"),
@@ -98,6 +99,7 @@ class Settings:
     payload: str = "gradient"
     weighting: str = "examples"
     compressor: str = "co3"
+    compressor_settings: str = ""
     format: str = "e2m1"
     gamma: float = 0.9
     scale: str = "mse"
@@ -161,6 +163,7 @@ class Settings:
         except ConfigError as error:  # it names its fields, not the keys
             setting, _, rest = str(error).partition(" ")
             raise ConfigError(f"{setting.replace('_', '-')} {rest}") from None
+        settings.update_compressor()
         return settings
 
     def as_run_config(self) -> dict[str, Value]:
@@ -182,6 +185,27 @@ class Settings:
             target_bits_per_parameter=self.target_bits_per_parameter or None,
             num_threads=self.num_threads,
         )
+
+    def update_compressor(self) -> CodecConfig | Compressor:
+        """Return what updates are compressed by: the codec's settings, or a rival of it.
+
+        Raises
+        ------
+        ConfigError
+            When compressor-settings are not those of the compressor.
+        """
+        if self.compressor == "co3":
+            if self.compressor_settings:
+                raise ConfigError(
+                    "compressor-settings must be '' with compressor 'co3', which has keys of its "
+                    f"own (format, gamma, ...), got {self.compressor_settings!r}"
+                )
+            return self.codec_config()
+        try:
+            return make_compressor(self.compressor, parse_overrides([self.compressor_settings]))
+        except ConfigError as error:
+            message = str(error).replace("-c ", "", 1) if str(error).startswith("-c ") else error
+            raise ConfigError(f"compressor-settings: {message}") from None
 
     @property
     def uplink_budget_bytes(self) -> int | None:
@@ -343,9 +367,14 @@ def check_together(settings: Settings) -> None:
         value = settings.as_run_config()[key]
         if value and settings.compressor != "co3":
             raise ConfigError(
-                f"{key} must be 0 with compressor {settings.compressor!r}, whose payloads have one"
-                f" size, got {value}"
+                f"{key} must be 0 with compressor {settings.compressor!r}, whose payloads have a"
+                f" size of their own, got {value}"
             )
+    if settings.save_gradients_every and settings.compressor not in ("co3", "none"):
+        raise ConfigError(
+            f"save-gradients-every must be 0 with compressor {settings.compressor!r}, whose"
+            f" payloads `co3 analyze` cannot take apart, got {settings.save_gradients_every}"
+        )
     if settings.strategy == "bulyan" and 0 < settings.num_clients < MIN_BULYAN_CLIENTS:
         raise ConfigError(
             f"num-clients must be at least {MIN_BULYAN_CLIENTS} with strategy 'bulyan', got"

@@ -28,7 +28,7 @@ import shutil
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -156,7 +156,12 @@ def pending_points(points: Sequence[Point]) -> list[Point]:
 
 
 def run_points(
-    points: Sequence[Point], *, root: Path, jobs: int, console: Console
+    points: Sequence[Point],
+    *,
+    root: Path,
+    jobs: int,
+    console: Console,
+    on_done: Callable[[Point], None] | None = None,
 ) -> dict[str, str]:
     """Run experiments in worker processes, show how far they are, and go on where one fails.
 
@@ -170,6 +175,8 @@ def run_points(
         Worker processes; each runs one point after another.
     console : rich.console.Console
         Where the progress bar goes.
+    on_done : callable, optional
+        Called with each point that is done, at once.
 
     Returns
     -------
@@ -182,7 +189,7 @@ def run_points(
     try:
         for lane in lanes:
             lane.thread.start()
-        return _follow(points, events, console)
+        return _follow(points, events, console, on_done)
     finally:
         waiting.clear()
         for lane in lanes:
@@ -285,7 +292,10 @@ class _Lane:
 
 
 def _follow(
-    points: Sequence[Point], events: queue.SimpleQueue[_Event], console: Console
+    points: Sequence[Point],
+    events: queue.SimpleQueue[_Event],
+    console: Console,
+    on_done: Callable[[Point], None] | None,
 ) -> dict[str, str]:
     """Show the events until every point has ended; return the failed ones with their reasons."""
     failed: dict[str, str] = {}
@@ -313,6 +323,8 @@ def _follow(
                     ended_rounds += event.point.settings.num_server_rounds
                     if event.summary["status"] != "completed":
                         failed[event.point.name] = event.summary["error"]
+                    elif on_done is not None:
+                        on_done(event.point)
                     left = progress.tasks[task].time_remaining
                     _print_event(event, num_ended, len(points), left, console)
             rounds = ended_rounds + sum(_rounds_done(point) for point in running.values())

@@ -52,6 +52,7 @@ BAD: dict[str, list[Any]] = {
     "payload": ["", "both"],
     "weighting": ["", "loss"],
     "compressor": ["", "zip"],
+    "compressor-settings": ["ratio=0.1", "gamma=", "gamma"],  # with co3, which has keys of its own
     "format": ["", "fp4", "e9m9", "e0m3", "e5m2fn"],
     "gamma": [-0.1, 1.1],
     "scale": ["", "max"],

@@ -20,7 +20,7 @@ from typing import Any
 
 from co3_flower.compressors.casts import Bf16, Fp8, Fp16
 from co3_flower.compressors.co3 import Co3, Float32
-from co3_flower.compressors.interface import Compressor, settings_of
+from co3_flower.compressors.interface import Compressor, rival_stats, settings_of
 from co3_flower.errors import ConfigError
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -34,7 +34,7 @@ COMPRESSORS: dict[str, Compressor] = {
     )
 }
 
-__all__ = ["COMPRESSORS", "Compressor", "make_compressor", "settings_of"]
+__all__ = ["COMPRESSORS", "Co3", "Compressor", "make_compressor", "rival_stats", "settings_of"]
 
 
 def make_compressor(name: str, settings: Mapping[str, Any] | None = None) -> Compressor:
@@ -50,8 +50,9 @@ def make_compressor(name: str, settings: Mapping[str, Any] | None = None) -> Com
     >>> make_compressor("fp16").name
     'fp16'
     """
-    if name not in COMPRESSORS:
-        raise ConfigError(f"compressor must be one of {', '.join(COMPRESSORS)}, got {name!r}")
+    if not isinstance(name, str) or name not in COMPRESSORS:
+        listed = ", ".join(map(repr, COMPRESSORS))
+        raise ConfigError(f"compressor must be one of {listed}, got {name!r}")
     compressor = COMPRESSORS[name]
     known = settings_of(compressor)
     for key in settings or {}:

@@ -21,8 +21,16 @@ from numpy.typing import NDArray
 from co3_flower.codec import decode_update, encode_update
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError, PayloadError
-from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, as_arrays
-from co3_flower.payload import MAGIC, VERSION, check_kinds, pack_kinds, unpack_kinds
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, as_arrays, sub_layout
+from co3_flower.payload import (
+    MAGIC,
+    VERSION,
+    check_kinds,
+    num_raw_bytes,
+    pack_kinds,
+    unpack_kinds,
+)
+from co3_flower.stats import UpdateStats
 
 Tensors = dict[str, NDArray[np.float32]]
 State = Mapping[str, NDArray[np.float32]]
@@ -55,6 +63,7 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     scheme: ClassVar[int]
+    is_sketch: ClassVar[bool] = False  # decodes to what is no update before it is summed
 
     @abstractmethod
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
@@ -363,17 +372,6 @@ def generator(round_seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(round_seed))
 
 
-def sub_layout(
-    layout: Layout, positions: Sequence[int], dtype: np.dtype[Any] | None = None
-) -> Layout:
-    """Return the layout of some of the tensors."""
-    return Layout(
-        tuple(layout.names[i] for i in positions),
-        tuple(layout.shapes[i] for i in positions),
-        tuple(dtype or layout.dtypes[i] for i in positions),
-    )
-
-
 def check_range(
     setting: str, value: object, low: float, high: float = math.inf, *, open_below: bool = False
 ) -> None:
@@ -397,6 +395,54 @@ def settings_of(compressor: Compressor) -> dict[str, Any]:
         for field in fields(compressor)
         if field.name not in ("raw", "buffers")
     }
+
+
+def rival_stats(payload: bytes, update: Mapping[str, NDArray[Any]], state: State) -> UpdateStats:
+    """Return what a rival's payload cost; what its rule lost is known where it has a residual.
+
+    ``code_bits`` are those of the body and ``raw_bits`` those of raw tensors. ``residual_ratio`` is
+    NaN without error feedback, ``entropy_bits`` and ``sqnr_db`` always.
+
+    Parameters
+    ----------
+    payload : bytes
+        From `Compressor.encode`.
+    update : mapping of str to array
+        What was encoded.
+    state : mapping of str to float32 array
+        What it returned.
+    """
+    layout = Layout.of(update)
+    *_, has_kinds, _, body_bytes, rest_bytes = _HEADER.unpack_from(payload)
+    kinds = (Kind.CODED,) * len(layout)
+    if has_kinds:
+        packed = memoryview(payload)[_HEADER.size : _HEADER.size + -(-len(layout) // 4)]
+        kinds = unpack_kinds(packed, layout)
+    rest = memoryview(payload)[len(payload) - _CRC.size - rest_bytes : len(payload) - _CRC.size]
+    raw_bytes = num_raw_bytes(rest)
+    coded = [layout.names[i] for i in _positions(kinds, Kind.CODED)]
+    parameters = sum(update[name].size for name in coded) + sum(
+        layout.numels[i] for i in _positions(kinds, Kind.RAW) if layout.dtypes[i] in FLOAT_DTYPES
+    )
+    residuals = [state[_RESIDUAL + name] for name in coded if _RESIDUAL + name in state]
+    sent = sum(float(np.abs(update[name], dtype=np.float64).sum()) for name in coded)
+    kept = sum(float(np.abs(array, dtype=np.float64).sum()) for array in residuals)
+    bits = 8 * len(payload)
+    return UpdateStats(
+        num_parameters=parameters,
+        bits_per_parameter=bits / parameters if parameters else math.nan,
+        payload_bits=bits,
+        code_bits=8 * body_bytes,
+        side_info_bits=bits - 8 * (body_bytes + raw_bytes),
+        structure_bits=0,
+        raw_bits=8 * raw_bytes,
+        entropy_bits=math.nan,
+        sqnr_db=math.nan,
+        residual_ratio=kept / sent if residuals and sent else math.nan,
+        num_saturated=0,
+        num_underflowed=0,
+        _make_tensors=tuple,
+    )
 
 
 def _positions(kinds: Sequence[Kind], kind: Kind) -> list[int]:
