@@ -18,7 +18,7 @@ from co3_flower.layout import Layout
 NAMES = tuple(COMPRESSORS)
 RIVALS = tuple(name for name in NAMES if name not in ("co3", "none"))
 UNBIASED: tuple[str, ...] = ()  # E[decode(encode(x))] = x over round seeds
-SKETCHES: tuple[str, ...] = ()  # decode to something else than tensors
+SKETCHES: tuple[str, ...] = ("countsketch",)  # decode to something else than tensors
 
 
 def update_of(seed: int = 0) -> dict[str, np.ndarray]:

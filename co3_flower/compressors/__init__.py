@@ -22,6 +22,7 @@ from co3_flower.compressors.casts import Bf16, Fp8, Fp16
 from co3_flower.compressors.co3 import Co3, Float32
 from co3_flower.compressors.interface import Compressor, settings_of
 from co3_flower.compressors.lowrank import PowerSgd
+from co3_flower.compressors.sketches import CountSketch
 from co3_flower.compressors.sparse import Sidco, Stc, TopK
 from co3_flower.errors import ConfigError
 
@@ -37,6 +38,7 @@ COMPRESSORS: dict[str, Compressor] = {
         Sidco(),
         Stc(),
         PowerSgd(),
+        CountSketch(),
     )
 }
 
