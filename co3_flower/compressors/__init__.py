@@ -21,6 +21,11 @@ from typing import Any
 from co3_flower.compressors.casts import Bf16, Fp8, Fp16
 from co3_flower.compressors.co3 import Co3, Float32
 from co3_flower.compressors.interface import Compressor, rival_stats, settings_of
+from co3_flower.compressors.levels import Qsgd, SignSgd, TernGrad, TinyScript
+from co3_flower.compressors.lowrank import PowerSgd
+from co3_flower.compressors.rotations import Eden, OneBit
+from co3_flower.compressors.sketches import CountSketch
+from co3_flower.compressors.sparse import Sidco, Stc, TopK
 from co3_flower.errors import ConfigError
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -31,6 +36,17 @@ COMPRESSORS: dict[str, Compressor] = {
         Fp16(),
         Bf16(),
         Fp8(),
+        Qsgd(),
+        TernGrad(),
+        SignSgd(),
+        OneBit(),
+        TopK(),
+        Sidco(),
+        Stc(),
+        PowerSgd(),
+        Eden(),
+        CountSketch(),
+        TinyScript(),
     )
 }
 

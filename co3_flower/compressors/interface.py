@@ -331,6 +331,10 @@ class BodyReader:
             raise PayloadError(f"{what} must be finite, got NaN or infinity")
         return values
 
+    def rest(self) -> memoryview:
+        """Return all that is left."""
+        return self.take(len(self._body) - self._position, "rest")
+
     def end(self) -> None:
         """Raise PayloadError where something is left."""
         if self._position != len(self._body):
