@@ -21,6 +21,7 @@ from typing import Any
 from co3_flower.compressors.casts import Bf16, Fp8, Fp16
 from co3_flower.compressors.co3 import Co3, Float32
 from co3_flower.compressors.interface import Compressor, settings_of
+from co3_flower.compressors.levels import Qsgd, SignSgd, TernGrad, TinyScript
 from co3_flower.errors import ConfigError
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -31,6 +32,10 @@ COMPRESSORS: dict[str, Compressor] = {
         Fp16(),
         Bf16(),
         Fp8(),
+        Qsgd(),
+        TernGrad(),
+        SignSgd(),
+        TinyScript(),
     )
 }
 

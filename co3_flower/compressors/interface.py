@@ -322,6 +322,10 @@ class BodyReader:
             raise PayloadError(f"{what} must be finite, got NaN or infinity")
         return values
 
+    def rest(self) -> NDArray[np.uint8]:
+        """Return all bytes that are left; a new array."""
+        return np.frombuffer(self.take(len(self._body) - self._position, "data"), np.uint8).copy()
+
     def end(self) -> None:
         """Raise PayloadError where something is left."""
         if self._position != len(self._body):
