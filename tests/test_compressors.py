@@ -17,7 +17,7 @@ from co3_flower.layout import Layout
 
 NAMES = tuple(COMPRESSORS)
 RIVALS = tuple(name for name in NAMES if name not in ("co3", "none"))
-UNBIASED: tuple[str, ...] = ("qsgd",)  # E[decode(encode(x))] = x over round seeds
+UNBIASED: tuple[str, ...] = ("qsgd", "onebit", "eden")  # E[decode(encode(x))] = x over round seeds
 SKETCHES: tuple[str, ...] = ()  # decode to something else than tensors
 
 

@@ -22,6 +22,7 @@ from co3_flower.compressors.casts import Bf16, Fp8, Fp16
 from co3_flower.compressors.co3 import Co3, Float32
 from co3_flower.compressors.interface import Compressor, settings_of
 from co3_flower.compressors.levels import Qsgd, SignSgd, TernGrad, TinyScript
+from co3_flower.compressors.rotations import Eden, OneBit
 from co3_flower.errors import ConfigError
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -35,6 +36,8 @@ COMPRESSORS: dict[str, Compressor] = {
         Qsgd(),
         TernGrad(),
         SignSgd(),
+        OneBit(),
+        Eden(),
         TinyScript(),
     )
 }
