@@ -104,19 +104,25 @@ def write_sparse(levels, data):
 
 
 @_njit
+def bit_at(data, position):
+    """One bit of uint8 data, as an int64."""
+    return (np.int64(data[position >> 3]) >> (7 - (position & 7))) & 1
+
+
+@_njit
 def read_omega(data, position):
     """Return the number whose code starts at a bit, or -1, and the bit behind it."""
     end = 8 * data.size
     number = 1
     while position < end:
-        if (data[position >> 3] >> (7 - (position & 7))) & 1 == 0:
+        if bit_at(data, position) == 0:
             return number, position + 1
         width = number + 1
         if width > LARGEST_WIDTH or position + width > end:
             break
         number = 0
         for p in range(position, position + width):
-            number = (number << 1) | ((data[p >> 3] >> (7 - (p & 7))) & 1)
+            number = (number << 1) | bit_at(data, p)
         position += width
     return -1, end
 
@@ -133,7 +139,7 @@ def read_dense(data, largest, levels):
         if level > 0:
             if position >= end:
                 return -1
-            if (data[position >> 3] >> (7 - (position & 7))) & 1:
+            if bit_at(data, position):
                 level = -level
             position += 1
         levels[i] = level
@@ -150,7 +156,7 @@ def read_sparse(data, largest, num_nonzero, levels):
         if gap < 0 or gap >= levels.size - i or position >= end:
             return -1
         i += gap
-        negative = (data[position >> 3] >> (7 - (position & 7))) & 1
+        negative = bit_at(data, position)
         level, position = read_omega(data, position + 1)
         if level < 0 or level > largest:
             return -1

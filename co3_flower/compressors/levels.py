@@ -261,7 +261,7 @@ class TinyScript(Compressor):
             code = np.zeros(magnitudes.size, np.uint8)
             for middle in middles.astype(np.float32):
                 code += magnitudes > middle
-            codes.append(code + np.uint8(half) * np.signbit(array).reshape(-1))
+            codes.append(code + np.uint8(half) * (array < 0).reshape(-1))
         packed = pack_codes(np.concatenate([np.empty(0, np.uint8), *codes]), self.bits)
         return levels.astype("<f4").tobytes() + packed, {}
 
