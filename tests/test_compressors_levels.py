@@ -221,6 +221,12 @@ def test_qsgd_refuses_what_is_no_body(case: str) -> None:
         decode_body(Qsgd(levels=2), HOSTILE_QSGD[case], {"w": np.zeros(8, np.float32)})
 
 
+def test_qsgd_names_a_count_beyond_the_entries() -> None:
+    body = HOSTILE_QSGD["more nonzero entries than entries"]
+    with pytest.raises(PayloadError, match="nonzero entries must be at most 8, got 9223372036"):
+        decode_body(Qsgd(levels=2), body, {"w": np.zeros(8, np.float32)})
+
+
 def test_qsgd_decodes_a_sound_body_of_eight_entries() -> None:
     """What the hostile bodies above come from: eight zeros, one byte."""
     body = struct.pack("<Bf", 0, 1.0) + bytes(1)
