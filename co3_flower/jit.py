@@ -24,19 +24,20 @@ def njit(function: Callable[..., Any]) -> Any:
 
 
 def drop_stale_cache(folder: Path = FOLDER) -> None:
-    """Forget all compiled kernels of a folder if any kernel's source has changed since they were.
+    """Forget all compiled kernels in a folder if any kernel's source has changed since they were.
 
+    Folders below it count as well: their kernels may call those above.
     Does nothing where the cache cannot be written: numba then keeps it elsewhere.
     """
-    sources = sorted([*folder.glob("kernels*.py"), *folder.glob("law_table.py")])
-    files = [(source.name, source.stat()) for source in sources]
+    sources = sorted([*folder.rglob("kernels*.py"), *folder.glob("law_table.py")])
+    files = [(source.relative_to(folder), source.stat()) for source in sources]
     text = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
     cache = folder / "__pycache__"
     with contextlib.suppress(OSError):
         if (cache / STAMP).is_file() and (cache / STAMP).read_text() == text:
             return
         cache.mkdir(exist_ok=True)
-        for index in cache.glob("kernels*.nbi"):
+        for index in folder.rglob("__pycache__/kernels*.nbi"):
             index.unlink(missing_ok=True)
         temporary = cache / f"{STAMP}.{os.getpid()}"
         temporary.write_text(text)

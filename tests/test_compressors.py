@@ -16,7 +16,7 @@ from co3_flower.layout import Layout, sub_layout
 
 NAMES = tuple(COMPRESSORS)
 RIVALS = tuple(name for name in NAMES if name not in ("co3", "none"))
-UNBIASED: tuple[str, ...] = ()  # E[decode(encode(x))] = x over round seeds
+UNBIASED = ("qsgd", "onebit", "eden")  # E[decode(encode(x))] = x over round seeds
 SKETCHES = tuple(name for name in NAMES if COMPRESSORS[name].is_sketch)
 
 

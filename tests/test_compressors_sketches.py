@@ -76,8 +76,8 @@ def test_body_is_the_table_and_decodes_to_it(rng: np.random.Generator) -> None:
         CountSketch(columns=0.05), np.concatenate([update["w"].ravel(), update["b"]])
     )
     assert state == {}
-    assert list(decoded) == ["sketch"]
-    np.testing.assert_array_equal(decoded["sketch"], table)
+    assert list(decoded) == ["sketch/"]
+    np.testing.assert_array_equal(decoded["sketch/"], table)
     assert len(payload) == 36 + 4 * 5 * 50
 
 
@@ -104,7 +104,7 @@ def test_heavy_hitters_are_recovered(rng: np.random.Generator) -> None:
     vector[heavy] += 1_000
     compressor = CountSketch(columns=0.2, k=0.002)
     layout = Layout.of({"w": vector})
-    update, _ = compressor.finish({"sketch": compressor.sketch(vector)}, {}, layout)
+    update, _ = compressor.finish({"sketch/": compressor.sketch(vector)}, {}, layout)
     assert sorted(np.flatnonzero(update["w"])) == sorted(heavy)
     np.testing.assert_allclose(update["w"][heavy], 1_000, atol=20)  # five others in a cell
 
@@ -117,7 +117,7 @@ def test_finish_is_the_naive_server(rng: np.random.Generator, masking: bool) -> 
     for _ in range(3):
         table = compressor.sketch(64 * whole_numbers(rng, 500))  # halves stay exact
         kept = {key: value.copy() for key, value in state.items()}
-        update, new_state = compressor.finish({"sketch": table}, state, layout)
+        update, new_state = compressor.finish({"sketch/": table}, state, layout)
         for key, value in kept.items():
             np.testing.assert_array_equal(state[key], value)
         state = new_state
@@ -146,7 +146,7 @@ def test_all_that_was_recovered_and_the_error_are_all_that_came(rng: np.random.G
     total, recovered = np.zeros(1_000, np.float32), np.zeros(1_000, np.float32)
     for _ in range(8):
         vector = whole_numbers(rng, 1_000)
-        update, state = compressor.finish({"sketch": compressor.sketch(vector)}, state, layout)
+        update, state = compressor.finish({"sketch/": compressor.sketch(vector)}, state, layout)
         total += vector
         recovered += update["w"]
     np.testing.assert_allclose(
@@ -164,7 +164,7 @@ def test_masked_error_stays_bounded_where_the_subtracted_one_grows(
         compressor, state = CountSketch(columns=0.04, k=0.02, momentum=0, masking=masking), {}
         for _ in range(30):
             table = compressor.sketch(rng.standard_normal(4_000).astype(np.float32))
-            _, state = compressor.finish({"sketch": table}, state, layout)
+            _, state = compressor.finish({"sketch/": table}, state, layout)
         sizes[masking] = np.linalg.norm(state["error"]) / np.linalg.norm(table)
     assert sizes[True] < 10
     assert sizes[False] > 1_000
@@ -178,7 +178,7 @@ def test_finish_of_clients_goes_the_way_of_their_mean(rng: np.random.Generator) 
     for _ in range(40):
         clients = [(base + rng.standard_normal(4_000)).astype(np.float32) for _ in range(4)]
         mean = sum(compressor.sketch(client) for client in clients) / np.float32(4)
-        update, state = compressor.finish({"sketch": mean}, state, layout)
+        update, state = compressor.finish({"sketch/": mean}, state, layout)
         sent += update["w"]
     assert sent @ base / np.linalg.norm(sent) / np.linalg.norm(base) > 0.6
 
@@ -201,7 +201,7 @@ def test_table_that_is_not_finite_is_refused(bad: float) -> None:
 def test_huge_entries_travel_without_a_warning() -> None:
     update = {"w": np.full(200, np.finfo(np.float32).max)}
     payload, _ = CountSketch().encode(update, None, 0)
-    assert np.isfinite(CountSketch().decode(payload, update, 0)["sketch"]).all()
+    assert np.isfinite(CountSketch().decode(payload, update, 0)["sketch/"]).all()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from co3_flower.jit import FOLDER, STAMP, drop_stale_cache
 
 
 def make_package(folder: Path) -> Path:
-    """Two kernels, of which the second calls the first, as a package."""
+    """Kernels in two files and in one of a folder below, which call the first, as a package."""
     package = folder / "kernelpack"
     package.mkdir(parents=True)
     shutil.copy(FOLDER / "jit.py", package / "jit.py")
@@ -28,11 +28,15 @@ def make_package(folder: Path) -> Path:
         "from kernelpack.jit import njit\nfrom kernelpack.kernels import inner\n\n\n"
         "@njit\ndef outer(x):\n    return inner(x) * 10\n"
     )
+    below = package / "below"
+    below.mkdir()
+    (below / "__init__.py").write_text("")
+    shutil.copy(package / "kernels_outer.py", below / "kernels_outer.py")
     return package
 
 
-def call_outer(folder: Path) -> int:
-    program = "from kernelpack.kernels_outer import outer; print(outer(4))"
+def call_outer(folder: Path, module: str = "kernelpack.kernels_outer") -> int:
+    program = f"from {module} import outer; print(outer(4))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
@@ -44,12 +48,15 @@ def call_outer(folder: Path) -> int:
     return int(done.stdout)
 
 
-def test_change_of_an_inner_kernel_reaches_what_was_compiled_of_outer_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["kernelpack.kernels_outer", "kernelpack.below.kernels_outer"])
+def test_change_of_an_inner_kernel_reaches_what_was_compiled_of_outer_ones(
+    tmp_path: Path, module: str
+) -> None:
     package = make_package(tmp_path)
-    assert call_outer(tmp_path) == 50
+    assert call_outer(tmp_path, module) == 50
     source = package / "kernels.py"
     source.write_text(source.read_text().replace("x + 1", "x + 2"))
-    assert call_outer(tmp_path) == 60
+    assert call_outer(tmp_path, module) == 60
 
 
 def test_cache_stays_where_no_source_has_changed(tmp_path: Path) -> None:

@@ -205,9 +205,7 @@ class Compressor(ABC):
             decoded |= decode_update(rest, sub_layout(layout, others))
         elif len(rest):
             raise PayloadError(f"payload must end with its body, got {len(rest)} bytes more")
-        if all(name in decoded for name in layout.names):
-            return {name: decoded[name] for name in layout.names}
-        return decoded
+        return decoded if self.is_sketch else {name: decoded[name] for name in layout.names}
 
     def take_back(
         self,

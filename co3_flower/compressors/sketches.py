@@ -25,7 +25,7 @@ from co3_flower.compressors.sparse import largest_positions, num_kept
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout
 
-SKETCH = "sketch"
+SKETCH = "sketch/"  # no tensor of torch or Keras is called that
 _MOMENTUM, _ERROR = "momentum", "error"
 
 
@@ -84,6 +84,7 @@ class CountSketch(Compressor):
 
     name: ClassVar[str] = "countsketch"
     scheme: ClassVar[int] = 14
+    is_sketch: ClassVar[bool] = True
     rows: int = 5
     columns: float = 0.02
     k: float = 0.005
@@ -105,7 +106,7 @@ class CountSketch(Compressor):
         return self.sketch(flatten(tensors)).astype("<f4", copy=False).tobytes(), {}
 
     def decompress(self, body: memoryview, layout: Layout, round_seed: int) -> Tensors:
-        """Return the table as the one tensor "sketch", float32 [rows, columns]."""
+        """Return the table as the one tensor "sketch/", float32 [rows, columns]."""
         reader = BodyReader(body)
         shape = self.table_shape(sum(layout.numels))
         table = reader.floats(shape[0] * shape[1], "sketch").reshape(shape)
