@@ -96,6 +96,18 @@ def test_labels_name_the_format_where_it_differs() -> None:
     assert [s.label for s in group_by_setting([made_up()])] == ["e2m1"]
 
 
+def test_labels_name_other_compressors_with_their_settings() -> None:
+    runs = [made_up(compressor="topk", compressor_settings=f"ratio={r}", gamma=g)
+            for r in (0.01, 0.1) for g in (0.0, 0.5)]  # fmt: skip
+    settings = group_by_setting([made_up(), *runs, made_up(compressor="fp16")])
+    assert [(s.label, len(s.runs), s.family) for s in settings] == [
+        ("e2m1", 1, "e2m1"),
+        ("topk ratio=0.01", 2, "other compressors"),
+        ("topk ratio=0.1", 2, "other compressors"),
+        ("fp16", 1, "other compressors"),
+    ]
+
+
 def test_labels_leave_out_what_is_off_and_what_only_float32_differs_in() -> None:
     runs = [made_up(coder="rans", target_bits_per_parameter=t) for t in (0.0, 0.3)]
     labels = [s.label for s in group_by_setting([made_up(compressor="none"), *runs])]

@@ -80,15 +80,15 @@ def draw_tradeoff(settings: Sequence[Setting]) -> Any:
 
 
 def draw_accuracy(settings: Sequence[Setting]) -> Any:
-    """Draw accuracy over rounds: a panel per format, a line per setting, float32 in each."""
+    """Draw accuracy over rounds: a panel per family, a line per setting, float32 in each."""
     coded = [s for s in settings if not s.is_float32]
-    formats = list(dict.fromkeys(str(s.config["format"]) for s in coded)) or [""]
+    formats = list(dict.fromkeys(s.family for s in coded)) or [""]
     columns = min(3, len(formats))
     rows = math.ceil(len(formats) / columns)
     width = 4.0 if columns > 1 else 7.0
     figure, axes = _panels(rows, columns, width=width, height=3.4, sharey=True)
     for axis, fmt in zip(axes, formats, strict=False):
-        shown = [s for s in coded if s.config["format"] == fmt]
+        shown = [s for s in coded if s.family == fmt]
         shown += [s for s in settings if s.is_float32]
         for number, setting in enumerate(shown):
             rounds, accuracy = setting.curve("server_round", "accuracy")

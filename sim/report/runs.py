@@ -20,6 +20,7 @@ PLACES = (
     "device",
     "save-gradients-every",
 )
+COMPRESSOR_KEYS = ("compressor", "compressor-settings")
 CODEC_KEYS = (
     "format",
     "gamma",
@@ -64,6 +65,11 @@ class Run:
         """Whether nothing was compressed."""
         return self.config["compressor"] == "none"
 
+    @property
+    def is_co3(self) -> bool:
+        """Whether the codec made the payloads: only then its settings mean anything."""
+        return self.config["compressor"] == "co3"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -88,6 +94,11 @@ class Setting:
     def is_float32(self) -> bool:
         """Whether nothing was compressed."""
         return self.runs[0].is_float32
+
+    @property
+    def family(self) -> str:
+        """The number format, or what stands for those of other compressors."""
+        return str(self.config["format"]) if self.runs[0].is_co3 else "other compressors"
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a summary's entry over the runs that have it."""
@@ -138,11 +149,11 @@ def group_by_setting(runs: Sequence[Run]) -> list[Setting]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         kept = {key: value for key, value in run.config.items() if key not in PLACES}
-        if run.is_float32:  # the codec's settings mean nothing there
+        if not run.is_co3:
             kept = {key: value for key, value in kept.items() if key not in CODEC_KEYS}
         groups.setdefault(json.dumps(kept, sort_keys=True), []).append(run)
     firsts = [group[0] for group in groups.values()]
-    coded = [run for run in firsts if not run.is_float32]
+    coded = [run for run in firsts if run.is_co3]
     differing = [
         key
         for key in DEFAULTS
@@ -185,14 +196,15 @@ def _load(folder: Path) -> Run | None:
 
 
 def _label(run: Run, differing: Sequence[str]) -> str:
-    if run.is_float32:
-        parts = ["float32"]
-        differing = [key for key in differing if key not in (*CODEC_KEYS, "compressor")]
-    elif "format" in differing or not differing or set(differing) <= {"compressor"}:
+    if not run.is_co3:
+        settings = str(run.config["compressor-settings"])
+        parts = ["float32" if run.is_float32 else f"{run.config['compressor']} {settings}".strip()]
+        differing = [key for key in differing if key not in CODEC_KEYS]
+    elif "format" in differing or not differing or set(differing) <= set(COMPRESSOR_KEYS):
         parts = [str(run.config["format"])]
     else:
         parts = []
-    rest = [key for key in differing if key not in ("format", "compressor")]
+    rest = [key for key in differing if key not in ("format", *COMPRESSOR_KEYS)]
     texts = [
         f"{key} {str(run.config[key]).removesuffix('.0')}"
         for key in rest
