@@ -34,7 +34,7 @@ from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout, as_arrays
-from co3_flower.memory import ClientMemory, ScaleStore, client_memory
+from co3_flower.memory import ClientMemory, client_memory
 from co3_flower.records import (
     ARRAYS,
     CLIENT_ID,
@@ -292,8 +292,6 @@ class _Sender:
     def __init__(self, context: Context, settings: TrainSettings, roles: TensorRoles) -> None:
         self._context, self._settings, self._roles = context, settings, roles
         self._memory: ClientMemory | None = None
-        self._scales = ScaleStore(context, settings.codec.scale_refit_every)
-        self._digest = b""
         self._encoded: EncodedUpdate | None = None
 
     def encode(self, update: Mapping[str, NDArray[Any]]) -> dict[str, ConfigRecordValues]:
@@ -313,17 +311,15 @@ class _Sender:
             self._encoded = encode_raw_update(sent)
         else:
             config = roles.codec_config(self._settings.codec, _num_threads(self._context))
-            self._digest = _residual_digest(sent, config)
-            self._memory = client_memory(
-                self._context, self._settings, self._digest, config.float_format.name, config.gamma
-            )
+            digest = _residual_digest(sent, config)
+            self._memory = client_memory(self._context, self._settings, digest, config)
             recalled = self._memory.recall()
             self._encoded = encode_update(
                 sent,
                 recalled.residual,
                 config,
                 max_payload_bytes=self._settings.max_payload_bytes or None,
-                scales=self._scales.load(self._settings.server_round, self._digest),
+                scales=recalled.scales,
                 unused_payload=recalled.unused_payload,
             )
         seconds = time.perf_counter() - start
@@ -337,18 +333,17 @@ class _Sender:
         )
 
     def save(self) -> EncodedUpdate:
-        """Keep scales and residual for the next round, and return what was encoded."""
-        assert self._encoded is not None
-        if self._settings.compressor != "none":
+        """Keep residual, payload and scales for the next round, and return what was encoded."""
+        encoded = self._encoded
+        assert encoded is not None
+        if self._memory is not None and encoded.residual:
             scales = {
                 row.name: row.scale
-                for row in self._encoded.stats.tensors
+                for row in encoded.stats.tensors
                 if row.name in self._roles.trainable and row.zero_fraction < 1
             }
-            self._scales.save(scales, self._settings.server_round, self._digest)
-        if self._memory is not None and self._encoded.residual:
-            self._memory.save(self._encoded.residual, self._encoded.payload)
-        return self._encoded
+            self._memory.save(encoded.residual, encoded.payload, scales)
+        return encoded
 
 
 def _roles(received: Arrays, settings: TrainSettings) -> TensorRoles:

@@ -21,7 +21,7 @@ def make_densenet121(num_classes: int = 10) -> "DenseNet":
     num_classes : int
         Outputs of the last layer.
     """
-    from torchvision.models import densenet121  # as long as torch itself; only this network needs it
+    from torchvision.models import densenet121  # takes as long as torch itself
 
     net = densenet121(weights=None, num_classes=num_classes)
     for module in list(net.modules()):
