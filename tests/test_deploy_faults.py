@@ -88,6 +88,10 @@ def stop_before_and_after(message, context, call_next):
 co3_flower.client.encode_update = encode_and_stop
 app = ClientApp(mods=[stop_before_and_after, partial(co3_mod, observe=write_down)])
 
+@app.query()
+def query(message, context):
+    raise AssertionError("co3_mod answers for it")
+
 @app.train()
 def train(message, context):
     rng = np.random.default_rng(derive_seed(0, server_round, client))
