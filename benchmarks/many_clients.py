@@ -1,11 +1,12 @@
 """Training with many simulated clients, a hundredth of which take part in a round.
 
 Run with ``python -m benchmarks.many_clients``. Each case is a ``co3 run`` of the CNN (100 k
-parameters) on the digits, as a user would start it: SuperLink, Flower's simulation with one Ray
-process per core, residuals in files. Seconds are those between the rounds' TensorBoard events, the
-first round apart. Memory is read from /proc while the run goes on: the peak resident set of the
-process that holds all clients' states and the ServerApp, and of the largest one that trains; and
-the peak of the sum over all processes of the run, in which shared pages count once (PSS).
+parameters) on the digits (each twice, so that they go round), as a user would start it: SuperLink,
+Flower's simulation with one Ray process per core, residuals in files. Seconds are those between the
+rounds' TensorBoard events, the first round apart. Memory is read from /proc while the run goes on:
+the peak resident set of the process that holds all clients' states and the ServerApp, and of the
+largest one that trains; and the peak of the sum over all processes of the run, in which shared
+pages count once (PSS).
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from sklearn.datasets import load_digits
+
 from benchmarks.harness import Row, parser, quartiles
 from benchmarks.peak import MIB
 from benchmarks.report import Report
+from deploy.example_data import encode_png, write_parquet
 from sim.engine import engine_processes, program
 
 NUM_CLIENTS = (10, 100, 1000)
@@ -57,6 +62,15 @@ class Watch:
         self.all = max(self.all, total)
 
 
+def write_images(folder: Path) -> None:
+    """Write a data set that has two training images for each of 1,000 clients."""
+    digits = load_digits()
+    pngs = [encode_png(image) for image in np.round(digits.images * (255 / 16)).astype(np.uint8)]
+    everyone = np.arange(len(pngs))
+    write_parquet(folder / "train.parquet", pngs, digits.target, np.tile(everyone, 2))
+    write_parquet(folder / "test.parquet", pngs, digits.target, everyone[::5])
+
+
 def run_case(num_clients: int, options: argparse.Namespace) -> Row:
     """Train once and return the case's row of the table.
 
@@ -66,10 +80,12 @@ def run_case(num_clients: int, options: argparse.Namespace) -> Row:
         When the run fails; the message ends with what it said.
     """
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
+        run_dir, data = Path(folder) / "run", Path(folder) / "data"
+        write_images(data)
         settings = (
             f"num-server-rounds={options.num_rounds} eval-every={options.num_rounds}"
             f" fraction-train={PARTICIPATION} seed={options.seed} run-dir='{run_dir}'"
+            f" dataset='{data}'"
         )
         command = [program("co3"), "run", "--num-clients", str(num_clients), "-c", settings]
         log = Path(folder) / "log"
@@ -78,7 +94,7 @@ def run_case(num_clients: int, options: argparse.Namespace) -> Row:
         with log.open("wb") as output:
             run = subprocess.Popen(
                 command,
-                env=os.environ | {MARK: folder},
+                env=os.environ | {MARK: folder, "XDG_CACHE_HOME": folder},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -91,7 +107,9 @@ def run_case(num_clients: int, options: argparse.Namespace) -> Row:
             run.terminate()  # it ends all that it started
             run.wait()
         if run.returncode != 0:
-            raise RuntimeError(f"co3 run failed: {log.read_text(errors='replace')[-2000:]}")
+            logs = [path for path in (run_dir / "flower.log", log) if path.exists()]
+            said = "".join(path.read_text(errors="replace")[-9000:] for path in logs)
+            raise RuntimeError(f"co3 run failed: {said}")
         times = _round_times(run_dir)
         q1, median, q3 = quartiles([b - a for a, b in zip(times[1:], times[2:], strict=False)])
         residuals = list((run_dir / "memory").iterdir())
