@@ -34,7 +34,7 @@ from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
 from co3_flower.compressors import Compressor, rival_stats, settings_of
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout, as_arrays
-from co3_flower.memory import ClientMemory, Recalled, ScaleStore, client_memory
+from co3_flower.memory import ClientMemory, Origin, Recalled, client_memory
 from co3_flower.records import (
     ARRAYS,
     CLIENT_ID,
@@ -293,8 +293,6 @@ class _Sender:
     def __init__(self, context: Context, settings: TrainSettings, roles: TensorRoles) -> None:
         self._context, self._settings, self._roles = context, settings, roles
         self._memory: ClientMemory | None = None
-        self._scales = ScaleStore(context, settings.codec.scale_refit_every)
-        self._digest = b""
         self._encoded: EncodedUpdate | None = None
 
     def encode(self, update: Mapping[str, NDArray[Any]]) -> dict[str, ConfigRecordValues]:
@@ -328,20 +326,20 @@ class _Sender:
 
     def _encode_by_codec(self, sent: Arrays) -> EncodedUpdate:
         config = self._roles.codec_config(self._settings.codec, _num_threads(self._context))
-        self._digest = _residual_digest(sent, self._roles)
-        recalled = self._recall(config.float_format.name, config.gamma)
+        origin = Origin(_residual_digest(sent, self._roles), config.float_format.name, config.gamma)
+        recalled = self._recall(origin, config.scale_refit_every)
         return encode_update(
             sent,
             recalled.residual,
             config,
             max_payload_bytes=self._settings.max_payload_bytes or None,
-            scales=self._scales.load(self._settings.server_round, self._digest),
+            scales=recalled.scales,
             unused_payload=recalled.unused_payload,
         )
 
     def _encode_by(self, compressor: Compressor, sent: Arrays) -> EncodedUpdate:
-        self._digest = _residual_digest(sent, self._roles)
-        recalled = self._recall(f"{compressor.name} {settings_of(compressor)}", 1.0)
+        name = f"{compressor.name} {settings_of(compressor)}"
+        recalled = self._recall(Origin(_residual_digest(sent, self._roles), name, 1.0))
         state = recalled.residual or {}
         if recalled.unused_payload is not None:
             seed = self._round_seed(recalled.server_round)
@@ -350,26 +348,25 @@ class _Sender:
         payload, state = compressor.encode(sent, state, seed)
         return EncodedUpdate(payload, state, rival_stats(payload, sent, state))
 
-    def _recall(self, format: str, gamma: float) -> Recalled:
-        self._memory = client_memory(self._context, self._settings, self._digest, format, gamma)
+    def _recall(self, origin: Origin, scale_refit_every: int = 1) -> Recalled:
+        self._memory = client_memory(self._context, self._settings, origin, scale_refit_every)
         return self._memory.recall()
 
     def _round_seed(self, server_round: int) -> int:
         return derive_seed(self._settings.seed, server_round, client_id(self._context))
 
     def save(self) -> EncodedUpdate:
-        """Keep scales and residual for the next round, and return what was encoded."""
-        assert self._encoded is not None
-        if self._settings.compressor == "co3":
+        """Keep residual, payload and scales for the next round, and return what was encoded."""
+        encoded = self._encoded
+        assert encoded is not None
+        if self._memory is not None and encoded.residual:
             scales = {
                 row.name: row.scale
-                for row in self._encoded.stats.tensors
+                for row in encoded.stats.tensors
                 if row.name in self._roles.trainable and row.zero_fraction < 1
             }
-            self._scales.save(scales, self._settings.server_round, self._digest)
-        if self._memory is not None and self._encoded.residual:
-            self._memory.save(self._encoded.residual, self._encoded.payload)
-        return self._encoded
+            self._memory.save(encoded.residual, encoded.payload, scales)
+        return encoded
 
 
 def _roles(received: Arrays, settings: TrainSettings) -> TensorRoles:

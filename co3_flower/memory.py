@@ -1,7 +1,8 @@
 """What a client keeps between rounds (the memory of the *correct* stage), and what it makes of it.
 
-After each round a client keeps one `Generation`: the round, the residual after it, and the payload
-that went up; and the generation which that round was built on. So it can make up for a payload that
+After each round a client keeps one `Generation`: the round, the residual after it, the payload that
+went up and, where they hold for several rounds, its scales; and the generation which that round was
+built on. So it can make up for a payload that
 the server did not use, and take back a round that the server repeats after a restart: the carry
 before a round is made of the generation before it. A client saves as its very last step, because an
 update that failed half way must not have changed anything.
@@ -21,7 +22,7 @@ from typing import IO, Any, BinaryIO, Protocol, cast
 from urllib.parse import quote
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, ConfigRecordValues, Context
 from numpy.typing import NDArray
 
 from co3_flower.errors import ConfigError
@@ -31,7 +32,6 @@ from co3_flower.records import ClientId, TrainSettings, client_id, values_of
 logger = logging.getLogger("flwr.co3")
 
 RESIDUAL = "co3.residual"  # ArrayRecord in context.state, keyed as the update
-SCALES = "co3.scales"  # ConfigRecord in context.state: scales of an earlier round
 STATE = "co3.state"  # ConfigRecord in context.state: the generation and its payload
 BEFORE = ".before"  # of both names: the same of the generation that round was built on
 FILE_VERSION = 2
@@ -86,6 +86,8 @@ class Generation:
         Whether the carry held that generation's payload, too.
     origin : Origin
         What the residual was made with.
+    scales : tuple of (str, float)
+        Scales of its tensors, where the next rounds may use them, too.
     """
 
     sequence: int
@@ -93,6 +95,7 @@ class Generation:
     base: int
     base_unused: bool
     origin: Origin
+    scales: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,14 @@ class Recalled:
         Payload of the last round, where the server did not use it.
     server_round : int
         The last round; 0 at first.
+    scales : dict of str to float, or None
+        Scales of the last round, where they hold in this one; None where they are to be chosen.
     """
 
     residual: Residual | None = None
     unused_payload: bytes | None = None
     server_round: int = 0
+    scales: dict[str, float] | None = None
 
 
 class Store(Protocol):
@@ -146,21 +152,30 @@ class ClientMemory:
     used_round : int or None
         Last round whose update from this client the server has used, 0 for none; None where that is
         not known, which is taken for the last one.
+    scale_refit_every : int
+        k: rounds 1 to k have one fit of the scales, k + 1 to 2 k the next. A client that missed the
+        first of them fits in the first one that it takes part in.
     """
 
     def __init__(
-        self, store: Store, origin: Origin, server_round: int, used_round: int | None
+        self,
+        store: Store,
+        origin: Origin,
+        server_round: int,
+        used_round: int | None,
+        scale_refit_every: int = 1,
     ) -> None:
         self._store = store
         self._origin = origin
         self._server_round = server_round
         self._used_round = used_round
+        self._every = scale_refit_every
         self._last = 0
         self._base: Generation | None = None
         self._base_unused = False
 
     def recall(self) -> Recalled:
-        """Return residual and unused payload; nothing where nothing sound fits.
+        """Return residual, unused payload and scales; nothing where nothing sound fits.
 
         A round that was there before is being repeated by a server that was started again: what
         was kept of it is passed over, and its carry is made anew.
@@ -173,19 +188,33 @@ class ClientMemory:
                 return Recalled()
             if (found := self._store.read(self._base)) is not None:
                 residual, payload = found
-                unused = payload if self._base_unused else None
-                return Recalled(residual, unused, self._base.server_round)
+                return Recalled(
+                    residual,
+                    payload if self._base_unused else None,
+                    self._base.server_round,
+                    self._scales(self._base),
+                )
 
-    def save(self, residual: Mapping[str, NDArray[np.float32]], payload: bytes) -> None:
-        """Keep the round's residual and payload, and what they were built on."""
+    def save(
+        self,
+        residual: Mapping[str, NDArray[np.float32]],
+        payload: bytes,
+        scales: Mapping[str, float] | None = None,
+    ) -> None:
+        """Keep the round's residual, payload and scales, and what they were built on."""
         generation = Generation(
             sequence=self._last + 1,
             server_round=self._server_round,
             base=0 if self._base is None else self._base.sequence,
             base_unused=self._base_unused,
             origin=self._origin,
+            scales=tuple(scales.items()) if scales and self._every > 1 else (),
         )
         self._store.save(generation, residual, payload)
+
+    def _scales(self, base: Generation) -> dict[str, float] | None:
+        fits = {(number - 1) // self._every for number in (base.server_round, self._server_round)}
+        return dict(base.scales) if base.scales and len(fits) == 1 else None
 
     def _fitting(self) -> list[Generation]:
         kept = []
@@ -224,7 +253,7 @@ class ClientMemory:
 
 
 def client_memory(
-    context: Context, settings: TrainSettings, digest: bytes, payload_format: str, gamma: float
+    context: Context, settings: TrainSettings, origin: Origin, scale_refit_every: int = 1
 ) -> ClientMemory:
     """Return a client's memory in a round: in files if a memory directory is set, else the context.
 
@@ -237,12 +266,17 @@ def client_memory(
         The client's context.
     settings : TrainSettings
         The server's settings of this round.
-    digest, payload_format, gamma
-        See `Origin`.
+    origin : Origin
+        What the present update is made with.
+    scale_refit_every : int
+        Rounds for which scales hold.
     """
-    origin = Origin(digest, payload_format, gamma)
     return ClientMemory(
-        client_store(context, settings), origin, settings.server_round, settings.used_round
+        client_store(context, settings),
+        origin,
+        settings.server_round,
+        settings.used_round,
+        scale_refit_every,
     )
 
 
@@ -311,6 +345,7 @@ class ContextStore:
                 "format": generation.origin.format,
                 "gamma": generation.origin.gamma,
                 "payload": payload,
+                **_scale_lists(generation),
             }
         )
 
@@ -326,6 +361,7 @@ class ContextStore:
             base=state["base"],
             base_unused=state["base-unused"],
             origin=Origin(state["digest"], state["format"], state["gamma"]),
+            scales=tuple(zip(state.get("scale-names", ()), state.get("scales", ()), strict=True)),
         )
 
     def _suffix(self, generation: Generation) -> str:
@@ -337,48 +373,12 @@ class ContextStore:
                 del self._state[name]
 
 
-class ScaleStore:
-    """Scales of an earlier round in ``context.state``, for `CodecConfig.scale_refit_every`.
-
-    Rounds 1 to k have one fit, k + 1 to 2 k the next. A client that missed the first of them fits
-    in the first one that it takes part in.
-
-    Parameters
-    ----------
-    context : Context
-        The client's context; its state is changed by ``save`` only.
-    every : int
-        k.
-    """
-
-    def __init__(self, context: Context, every: int) -> None:
-        self._state = context.state
-        self._every = every
-
-    def load(self, server_round: int, digest: bytes) -> dict[str, float] | None:
-        """Return the scales that hold in this round, or None where they are to be chosen."""
-        if self._every == 1 or SCALES not in self._state.config_records:
-            return None
-        record = self._state.config_records[SCALES]
-        if record["fit"] != self._fit(server_round) or record["digest"] != digest:
-            return None
-        names, scales = cast(list[str], record["names"]), cast(list[float], record["scales"])
-        return dict(zip(names, scales, strict=True))
-
-    def save(self, scales: Mapping[str, float], server_round: int, digest: bytes) -> None:
-        """Keep the scales that this round has used."""
-        if self._every > 1:
-            self._state[SCALES] = ConfigRecord(
-                {
-                    "fit": self._fit(server_round),
-                    "digest": digest,
-                    "names": list(scales),
-                    "scales": list(scales.values()),
-                }
-            )
-
-    def _fit(self, server_round: int) -> int:
-        return (server_round - 1) // self._every
+def _scale_lists(generation: Generation) -> dict[str, ConfigRecordValues]:
+    """Return the scales as lists; none where there are none, whose size Flower cannot count."""
+    if not generation.scales:
+        return {}
+    names, scales = zip(*generation.scales, strict=True)
+    return {"scale-names": list(names), "scales": list(scales)}
 
 
 class FileStore:
@@ -514,6 +514,7 @@ def _pack(
         "digest": generation.origin.digest.hex(),
         "format": generation.origin.format,
         "gamma": generation.origin.gamma,
+        "scales": generation.scales,
         "numbers": base.size,
         "payload_bytes": len(payload),
         "crc32": zlib.crc32(payload, zlib.crc32(base.data)),
@@ -580,6 +581,7 @@ def _generation(header: dict[str, Any]) -> Generation:
         base=header["base"],
         base_unused=header["base_unused"],
         origin=Origin(bytes.fromhex(header["digest"]), header["format"], header["gamma"]),
+        scales=tuple((name, scale) for name, scale in header.get("scales", ())),
     )
 
 

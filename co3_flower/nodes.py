@@ -85,7 +85,8 @@ def learn_client_ids(grid: Grid, node_ids: Iterable[int], timeout: float) -> dic
     """Ask nodes for their client-ids.
 
     A message-API app with a query function answers a query, a NumPyClient ``get_properties``; an
-    app with neither is asked by a train message that ``co3_mod`` answers without training.
+    app with neither is asked by a train message that ``co3_mod`` answers without training. Each
+    costs a round trip, so a query function, which is not called, pays off.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -74,6 +74,7 @@ logger = logging.getLogger("flwr.co3")
 
 WEIGHTINGS = ("examples", "uniform")
 _TRAIN, _EVALUATE = 0, 1  # streams of the sampling seed
+_CLOCK_SECONDS = 60.0  # by which a client's clock, which counts down a lifetime, may be ahead
 _REPORTED = ("uplink_bits", "R", "bits_per_parameter", "sqnr_db", "residual_ratio")
 
 
@@ -260,6 +261,7 @@ class CO3Strategy(Strategy):
         self._arrays = ArrayRecord()
         self._sent: list[Message] = []
         self._server_state: dict[str, np.ndarray] = {}  # of a compressor that sums sketches
+        self._lifetime: float = DEFAULT_TTL  # of train messages, in seconds
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -309,6 +311,9 @@ class CO3Strategy(Strategy):
         all, as if nothing had happened: books, budget and moments too. The result holds the rounds
         from there on. Clients that keep their residuals in files go on with them.
 
+        Train messages live a minute longer than ``timeout``: a client that comes to one later does
+        not get it, and a reply that comes later does not go up.
+
         Raises
         ------
         ConfigError
@@ -318,6 +323,7 @@ class CO3Strategy(Strategy):
             When a round cannot be finished.
         """
         self._reset()
+        self._lifetime = min(timeout + _CLOCK_SECONDS, DEFAULT_TTL)
         evaluates = evaluate_fn is not None
         if evaluates and self.buffers == "local" and self._find_roles(initial_arrays).buffers:
             raise ConfigError(
@@ -404,7 +410,8 @@ class CO3Strategy(Strategy):
             contents[used_round] = message_content(arrays, whole, "fitins")
         self._arrays = arrays
         self._sent = [
-            Message(contents[used_rounds[node]], node, MessageType.TRAIN) for node in nodes
+            Message(contents[used_rounds[node]], node, MessageType.TRAIN, ttl=self._lifetime)
+            for node in nodes
         ]
         self._ledger.open_round([message.content for message in self._sent])
         logger.info("configure_train: %d clients chosen", len(nodes))

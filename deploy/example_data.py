@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
         np.arange(len(digits.target)), test_size=0.2, stratify=digits.target, random_state=0
     )
     pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # grey, 0 to 16 before
-    pngs = [_png(image) for image in pixels]
+    pngs = [encode_png(image) for image in pixels]
     write_parquet(folder / "server" / "test.parquet", pngs, digits.target, test)
     write_parquet(folder / "clinic" / "images.parquet", pngs, digits.target, train[::2])
     for position in train[1::2]:
@@ -41,7 +41,8 @@ def write_parquet(path: Path, pngs: list[bytes], labels: np.ndarray, positions: 
     pq.write_table(pa.table({"image": images, "label": labels[positions]}), path)
 
 
-def _png(pixels: np.ndarray) -> bytes:
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Return grey pixels as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()

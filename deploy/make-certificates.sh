@@ -16,10 +16,11 @@ for name in "$@"; do
     if [[ $name =~ ^[0-9.]+$ || $name == *:* ]]; then names+=",IP:$name"; else names+=",DNS:$name"; fi
 done
 
-openssl req -new -x509 -newkey rsa:4096 -nodes -sha256 -days 365 -subj "/O=CO3 CA" \
+key=(-newkey ec -pkeyopt ec_paramgen_curve:secp384r1 -nodes)
+openssl req -new -x509 "${key[@]}" -sha256 -days 365 -subj "/O=CO3 CA" \
     -addext "keyUsage=critical,keyCertSign,cRLSign" \
     -keyout "$folder/ca.key" -out "$folder/ca.crt"
-openssl req -new -newkey rsa:4096 -nodes -subj "/O=CO3/CN=${1:-localhost}" \
+openssl req -new "${key[@]}" -subj "/O=CO3/CN=${1:-localhost}" \
     -keyout "$folder/server.key" -out "$folder/server.csr"
 openssl x509 -req -sha256 -days 365 -in "$folder/server.csr" \
     -CA "$folder/ca.crt" -CAkey "$folder/ca.key" -CAcreateserial -out "$folder/server.pem" \

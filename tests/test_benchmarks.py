@@ -112,3 +112,14 @@ def test_times_compare_equal_numbers_of_items() -> None:
 def test_table_aligns_its_columns() -> None:
     table = format_table(["", "x"], [["long name", "1"], ["b", "10"]])
     assert table.splitlines() == ["             x", "long name    1", "b           10"]
+
+
+@pytest.mark.engine
+def test_many_clients_are_run_and_watched(tmp_path: Path) -> None:
+    (row,) = run_quick("many_clients", tmp_path)["rows"]
+    assert (row["clients"], row["a round"], row["rounds"]) == (2, 1, 3)
+    assert 0 < row["s a round"] < row["s before round 2"]
+    assert 50 < row["training process MiB"] < row["all processes MiB"]
+    assert row["driver MiB"] > 50
+    assert 1 <= row["clients with files"] <= 2
+    assert row["files MiB"] > 0.3

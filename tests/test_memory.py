@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -108,6 +109,32 @@ def test_rounds_may_be_skipped(store: Store) -> None:
     play(store, 2, 0)
     assert_recalls(play(store, 7, 2), 2)
     assert_recalls(recall(store, 9, 2), 7, unused=True)
+
+
+def test_scales_hold_until_the_next_fit_and_come_back_for_a_repeated_round(store: Store) -> None:
+    def play(server_round: int) -> dict[str, float] | None:
+        memory = ClientMemory(store, ORIGIN, server_round, None, scale_refit_every=3)
+        recalled = memory.recall().scales
+        scales = recalled or {"w": server_round + float(np.float32(0.1)), "b": 0.5}
+        memory.save(residual_of(server_round), payload_of(server_round), scales)
+        return recalled
+
+    first, fourth = ({"w": n + float(np.float32(0.1)), "b": 0.5} for n in (1, 4))
+    assert [play(n) for n in (1, 2, 3, 4, 5)] == [None, first, first, None, fourth]
+    assert [play(n) for n in (5, 5, 6)] == [fourth, fourth, fourth]
+    assert play(9) is None
+
+
+def test_file_without_scales_is_read(files: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = json.dumps
+
+    def without_scales(header: dict[str, object]) -> str:
+        return dumps({key: value for key, value in header.items() if key != "scales"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr("co3_flower.memory.json.dumps", without_scales)
+        play(files, 1, 0)
+    assert_recalls(ClientMemory(files, ORIGIN, 2, 1, scale_refit_every=9).recall(), 1)
 
 
 @pytest.mark.parametrize("used", [0, 1, 2])

@@ -102,6 +102,7 @@ class Training:
     def __init__(self, folder: Path, inner: type[Strategy] | Any = None, **changes: Any) -> None:
         self.folder = folder
         self.make_inner = inner or (lambda: None)
+        self.every = changes.pop("scale_refit_every", 1)
         self.changes = {"fraction_train": 0.75} | changes
         self.evaluated: list[int] = []
 
@@ -110,7 +111,7 @@ class Training:
         grid = Grid(MixedApp(), NUM_CLIENTS, shuffle_seed=fuse, tamper=lose_some)
         grid.bomb = self.bomb
         strategy = CO3Strategy(
-            CodecConfig(format="e2m1", gamma=0.9),
+            CodecConfig(format="e2m1", gamma=0.9, scale_refit_every=self.every),
             self.make_inner(),
             num_clients=NUM_CLIENTS,
             fraction_evaluate=0.0,
@@ -166,14 +167,15 @@ INNERS: dict[str, Any] = {
 }
 
 
-def test_training_ends_the_same_wherever_it_was_killed(tmp_path: Path) -> None:
-    whole = Training(tmp_path / "whole")
+@pytest.mark.parametrize("every", [1, 3])
+def test_training_ends_the_same_wherever_it_was_killed(every: int, tmp_path: Path) -> None:
+    whole = Training(tmp_path / "whole", scale_refit_every=every)
     expected = books(whole.run())
     assert any(row["lost"] for row in expected[0])
     num_steps = whole.bomb.steps
     assert num_steps > 7 * NUM_ROUNDS
     for fuse in range(1, num_steps + 1):
-        killed = Training(tmp_path / f"fu{fuse:03d}"[-5:])
+        killed = Training(tmp_path / f"fu{fuse:03d}"[-5:], scale_refit_every=every)
         assert books(killed.run_with_kills([fuse])) == expected, fuse
         assert killed.model() == whole.model(), fuse
 

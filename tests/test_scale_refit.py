@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,11 @@ def test_refit_and_target_do_not_go_together() -> None:
         CodecConfig(target_bits_per_parameter=2.0, scale_refit_every=2)
 
 
+@pytest.mark.parametrize("where", ["context", "files"])
 @pytest.mark.parametrize(("every", "fits"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (9, [1])])
-def test_client_keeps_its_scales_for_so_many_rounds(every: int, fits: list[int]) -> None:
+def test_client_keeps_its_scales_for_so_many_rounds(
+    every: int, fits: list[int], where: str, tmp_path: Path
+) -> None:
     rounds: dict[int, list[dict[str, float]]] = {}
 
     def observe(context: Context, sent: SentUpdate) -> None:
@@ -96,7 +100,12 @@ def test_client_keeps_its_scales_for_so_many_rounds(every: int, fits: list[int])
 
     config = CodecConfig(format="e2m1", scale_refit_every=every)
     strategy = CO3Strategy(
-        config, payload="gradient", server_lr=0.1, num_clients=2, fraction_evaluate=0.0
+        config,
+        payload="gradient",
+        server_lr=0.1,
+        num_clients=2,
+        fraction_evaluate=0.0,
+        memory_dir=str(tmp_path) if where == "files" else None,
     )
     strategy.start(LocalGrid(app, 2), record_of(initial_model()), num_rounds=5)
     for client in range(2):

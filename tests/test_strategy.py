@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    DEFAULT_TTL,
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from localgrid import FIRST_NODE, LocalGrid
@@ -241,6 +250,17 @@ def test_server_sends_the_positions_of_the_buffers() -> None:
 def test_train_message_can_be_counted_by_flower() -> None:
     _, grid = run(make_strategy(CodecConfig()))
     assert all(record.count_bytes() > 0 for record in grid.sent[0].content.values())
+
+
+@pytest.mark.parametrize(("timeout", "lifetime"), [(5.0, 65.0), (float("inf"), DEFAULT_TTL)])
+def test_train_message_lives_a_minute_longer_than_its_reply_is_waited_for(
+    timeout: float, lifetime: float
+) -> None:
+    grid = LocalGrid(message_app(), 2)
+    make_strategy(num_clients=2).start(
+        grid, record_of(initial_model()), num_rounds=1, timeout=timeout
+    )
+    assert {message.metadata.ttl for message in grid.sent} == {lifetime}
 
 
 def test_unnamed_arrays_bring_a_warning_that_asks_for_buffer_keys(
