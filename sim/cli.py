@@ -61,6 +61,7 @@ POLL_SECONDS = 0.2
 LINGER_SECONDS = 10.0  # for a run that is done to end by itself
 NEEDED = ("torch", "torchvision", "ray", "flwr_datasets", "sklearn", "tensorboard")
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b: ")
+SAYS_NOTHING = ("RuntimeError: An error was encountered.", "RuntimeError: Simulation Runtime crash")
 PATH_KEYS = ("run_dir", "memory_dir", "data_dir")
 
 
@@ -691,13 +692,16 @@ def _state(accuracy: float | None, row: Row) -> str:
 def last_error(log: str) -> str:
     r"""Return the last line of a log that reads like a Python error, else its last line.
 
+    What Flower says of any error behind the error itself does not count.
+
     Examples
     --------
     >>> last_error("Traceback ...\nValueError: boom\n\nExit Code: 700")
     'ValueError: boom'
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if ERROR_LINE.match(line)]
+    found = [line for line in lines if ERROR_LINE.match(line)]
+    errors = [line for line in found if not line.startswith(SAYS_NOTHING)] or found
     return (errors or lines or ["no output"])[-1]
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from co3_flower import ConfigError
 from co3_flower.cli import find_checkout, main, make_app
-from sim.cli import DEFAULT_NUM_CLIENTS, resolve_remote_settings, resolve_settings
+from sim.cli import DEFAULT_NUM_CLIENTS, last_error, resolve_remote_settings, resolve_settings
 from sim.engine import end_sessions, engine_processes, to_toml
 from sim.outputs import read_rows
 from sim.settings import parse_overrides, read_config_file
@@ -218,3 +218,16 @@ def test_settings_of_a_deployment_are_left_to_its_machines() -> None:
 def test_gradients_cannot_be_saved_in_a_deployment() -> None:
     with pytest.raises(ConfigError, match="save-gradients-every must be 0 with --federation"):
         resolve_remote_settings(None, ["save-gradients-every=2"], None)
+
+
+def test_a_failed_engine_is_told_by_its_own_error_not_by_flowers_last_words() -> None:
+    log = """Traceback (most recent call last):
+Exception: The current node timed out during startup.
+RuntimeError: Simulation Runtime crashed.
+RuntimeError: An error was encountered. Ending simulation.
+INFO : Finished
+"""
+    assert last_error(log) == "Exception: The current node timed out during startup."
+    assert last_error("RuntimeError: Simulation Runtime crashed.") == (
+        "RuntimeError: Simulation Runtime crashed."
+    )
