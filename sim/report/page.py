@@ -178,7 +178,8 @@ def _add_runs(page: _Page, settings: Sequence[Setting]) -> None:
     page.figure(
         figures.draw_accuracy(settings),
         "accuracy",
-        "Test accuracy over rounds for each setting, means over seeds; a panel for each format.",
+        "Test accuracy over rounds for each setting, means over seeds; a panel for each format, "
+        "and one for other compressors.",
     )
 
 
