@@ -283,7 +283,7 @@ class TorchDense:
         cols: NDArray[np.int64],
         taps: NDArray[np.int64],
         values: NDArray[np.float32],
-        costs: NDArray[np.int32],
+        costs: NDArray[np.float32],
         gains: NDArray[np.float64],
         row_at: NDArray[np.int64],
         row_class: NDArray[np.uint16],

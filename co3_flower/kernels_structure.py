@@ -59,9 +59,9 @@ SHAPE = 1.8  # beta of the laws by which modes are chosen: given its row and col
 def class_laws(positive, costs, gains):
     """Bits of each magnitude under each class's law, and what a step of the grid is worth.
 
-    costs int32 [NUM_CLASSES, K // 2 + 1], sign included, in units of 1 / COST_UNIT bits: sums of
-    them do not depend on an order; gains float64 [NUM_CLASSES]: bits an entry that coding with the
-    neighbouring class's table would lose.
+    costs float32 [NUM_CLASSES, K // 2 + 1], sign included, are whole numbers of 1 / COST_UNIT
+    bits: float64 sums of them are exact, in any order. gains float64 [NUM_CLASSES]: bits an entry
+    that coding with the neighbouring class's table would lose.
     """
     top = positive.size - 1
     pmf = np.zeros(2 * top + 1, np.float64)
@@ -78,7 +78,7 @@ def class_laws(positive, costs, gains):
                 loss += pmf[k] * math.log2(p / max(before[k], 1e-7))
             before[k] = pmf[k]
             if k >= top:
-                costs[q, k - top] = i32(math.floor(0.5 - math.log2(p) * COST_UNIT))
+                costs[q, k - top] = math.floor(0.5 - math.log2(p) * COST_UNIT)
         gains[q] = max(0.0, loss)
     gains[0] = gains[1]
 
@@ -225,7 +225,7 @@ def settle_factors(logs, live, per_factor, gains, offset, out):
 @_njit
 def structure_cost(symbols, cols, zero, row_class, col_class, costs, every):
     """Costs of the symbols of every so many rows under the classes' laws; of dead ones none."""
-    total = i64(0)
+    total = 0.0
     rows = row_class.size
     for i in range(0, rows, every):
         r = i64(row_class[i])
@@ -236,8 +236,8 @@ def structure_cost(symbols, cols, zero, row_class, col_class, costs, every):
             q = r + i64(col_class[j])
             if q < NUM_CLASSES:
                 position = i64(row[j]) - zero
-                total += i64(costs[q, position if position >= 0 else -position])
-    return total
+                total += np.float64(costs[q, position if position >= 0 else -position])
+    return i64(total)
 
 
 @_njit

@@ -148,7 +148,7 @@ def class_sums(row_class: Tensor, col_class: Tensor, rows: Tensor, cols: Tensor)
 
 
 def class_costs(classes: Tensor, magnitudes: Tensor, costs: Tensor, sizes: Tensor) -> Tensor:
-    """Return each tensor's sum of costs int32 [classes, magnitudes]; none for what is dead."""
+    """Return each tensor's sum of costs [classes, magnitudes], whole numbers; 0 of dead ones."""
     at = classes.clamp(max=NUM_CLASSES - 1) * costs.shape[1] + magnitudes
     cost = torch.where(classes < NUM_CLASSES, costs.reshape(-1)[at], 0)
     return sum_parts(cost.long(), sizes)

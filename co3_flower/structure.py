@@ -87,10 +87,10 @@ class Structure:
 
 
 @lru_cache(maxsize=64)
-def class_laws(fmt: FloatFormat) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def class_laws(fmt: FloatFormat) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     """Return the costs and gains of `kernels.class_laws` for a format."""
     positive = fmt.values[fmt.zero :]
-    costs = np.zeros((kernels.NUM_CLASSES, positive.size), np.int32)
+    costs = np.zeros((kernels.NUM_CLASSES, positive.size), np.float32)
     gains = np.zeros(kernels.NUM_CLASSES, np.float64)
     kernels.class_laws(positive, costs, gains)
     return costs, gains
