@@ -35,7 +35,7 @@ from benchmarks.rivals import (
     ConstrictionHuffman,
     byte_compressors,
 )
-from co3_flower import CodecConfig, codec, decode_update, encode_update
+from co3_flower import CodecConfig, decode_update, dense, encode_update
 
 CONFIGS = {
     "e2m1": CodecConfig(format="e2m1", structure="none"),
@@ -71,14 +71,14 @@ class Coded:
 
 def record_stage(name: str, work: Callable[[], Any]) -> tuple[Any, Stage]:
     """Do some work with the codec; return its result and its last call of a coder's function."""
-    function, seen = getattr(codec, name), []
+    function, seen = getattr(dense, name), []
 
     def spy(*arguments: Any, **named: Any) -> Any:
         stage = partial(function, *arguments, **named)
         seen.append(Stage(stage, stage()))
         return seen[-1].result
 
-    with mock.patch.object(codec, name, spy):
+    with mock.patch.object(dense, name, spy):
         result = work()
     return result, seen[-1]
 

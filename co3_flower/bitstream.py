@@ -3,8 +3,9 @@
 Checks arguments and spreads the kernels over threads.
 
 The flat symbols of an update are cut in chunks of equal size that run across tensors, each chunk in
-`NUM_STREAMS` equal parts; a part is a bit stream on 32-bit words of its own, so that threads and
-one core's pipelines can decode several at once. The bytes depend on the symbols and tables alone.
+equal parts (`CodecConfig.num_streams`); a part is a bit stream on 32-bit words of its own, so that
+threads and one core's pipelines can decode several at once. The bytes depend on the symbols, tables
+and number of streams alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ from co3_flower.laws import no_laws
 from co3_flower.rans import RansTables
 from co3_flower.structure import Structure
 
-NUM_STREAMS = 2
+NUM_STREAMS = 2  # of a chunk, where settings do not say otherwise
+MAX_STREAMS = 255  # what the header's field holds
 CHUNK_BITS = 8 * 16384  # code bits of a chunk, on average
 MIN_CHUNK_SYMBOLS = 1024  # of a chunk, unless the update is smaller: lengths must not outgrow it
 MAX_CHUNK_SYMBOLS = 2**32 - 1  # what the header's field holds
@@ -82,10 +84,28 @@ def _decode_chunks(
     bounds = split_evenly(np.ones(num_chunks, np.int64), num_threads)
     for stream in run_parts(decode, bounds, num_threads):
         if stream >= 0:
-            raise PayloadError(
-                f"code must fill the {sizes[stream]} words of its stream, "
-                f"got another length in stream {stream}"
-            )
+            raise_unsound(stream, sizes)
+
+
+def raise_unsound(stream: int, sizes: NDArray[np.int64]) -> NoReturn:
+    """Raise PayloadError for a stream whose code does not end in its last word."""
+    raise PayloadError(
+        f"code must fill the {sizes[stream]} words of its stream, "
+        f"got another length in stream {stream}"
+    )
+
+
+def stream_bounds(num_symbols: int, chunk_symbols: int, num_streams: int) -> NDArray[np.int64]:
+    """Return where each stream's symbols begin, and where the last one's end.
+
+    Examples
+    --------
+    >>> stream_bounds(12, 5, 2).tolist()
+    [0, 2, 5, 7, 10, 11, 12]
+    """
+    begins = np.arange(0, num_symbols, chunk_symbols)[:, None]
+    sizes = np.minimum(num_symbols - begins, chunk_symbols)
+    return np.append(begins + sizes * np.arange(num_streams) // num_streams, num_symbols)
 
 
 def encode_symbols(
@@ -95,6 +115,7 @@ def encode_symbols(
     table_of: NDArray[np.int64],
     chunk_symbols: int,
     num_threads: int = 1,
+    num_streams: int = NUM_STREAMS,
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Pack symbols with each tensor's code table.
 
@@ -110,6 +131,8 @@ def encode_symbols(
         Code table of each tensor.
     chunk_symbols : int
         Symbols per chunk.
+    num_streams : int
+        Streams of a chunk, for Huffman codes.
 
     Returns
     -------
@@ -119,11 +142,11 @@ def encode_symbols(
         Words of each stream.
     """
     num_chunks = -(-symbols.size // chunk_symbols)
-    sizes = np.zeros(num_chunks * stored_streams(tables), np.int64)
+    sizes = np.zeros(num_chunks * stored_streams(tables, num_streams), np.int64)
     arguments = symbols, offsets, table_of, chunk_symbols, sizes
     encode: Callable[[int, int], NDArray[Any]]
     if isinstance(tables, HuffmanTables):
-        encode = _huffman_encoder(tables, *arguments)
+        encode = _huffman_encoder(tables, *arguments, num_streams)
     else:
         encode = _rans_encoder(tables, *arguments)
     return _encode_chunks(encode, num_chunks, num_threads), sizes
@@ -198,6 +221,7 @@ def encode_structured(
     symbols: NDArray[np.uint8],
     chunk_symbols: int,
     num_threads: int = 1,
+    num_streams: int = NUM_STREAMS,
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Pack symbols, each with the code table of its class.
 
@@ -207,13 +231,13 @@ def encode_structured(
         Those of the classes, then the buffers', if there are any.
     structure : Structure
         Which entry is of which class.
-    symbols, chunk_symbols, num_threads
+    symbols, chunk_symbols, num_threads, num_streams
         As for `encode_symbols`, whose results these are.
     """
-    tables = _with_dead_table(tables, structure)
+    tables = with_dead_table(tables)
     dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
     num_chunks = -(-symbols.size // chunk_symbols)
-    sizes = np.zeros(num_chunks * stored_streams(tables), np.int64)
+    sizes = np.zeros(num_chunks * stored_streams(tables, num_streams), np.int64)
     entries, steps = np.zeros((0, 0), np.uint64), np.zeros((0, 0, 5), np.uint64)
     if isinstance(tables, HuffmanTables):
         entries = np.zeros(tables.lengths.shape, np.uint64)
@@ -224,12 +248,12 @@ def encode_structured(
         word = np.dtype(np.uint16)
 
     def encode(first: int, last: int) -> NDArray[Any]:
-        room = (last - first) * (chunk_symbols + kernels_rans.STATE_WORDS + 1)
+        room = (last - first) * (chunk_symbols + kernels_rans.STATE_WORDS + num_streams)
         words = np.empty(room, word)
         none16, none32 = np.empty(0, np.uint16), np.empty(0, np.uint32)
         is_huffman = word == np.uint32
         used = kernels_structure.encode_chunks(
-            first, last, chunk_symbols, NUM_STREAMS if is_huffman else 0, symbols,
+            first, last, chunk_symbols, num_streams if is_huffman else 0, symbols,
             structure.kernel_layout, structure.sum_map(dead), structure.num_tables, width,
             steps.reshape(-1, 5), entries.reshape(-1),
             np.empty(chunk_symbols + kernels_rans.STATE_WORDS + 1, np.uint16),
@@ -250,7 +274,7 @@ def decode_structured(
     num_threads: int = 1,
 ) -> NDArray[np.uint8]:
     """Unpack what `encode_structured` packed; parameters and errors are as for `decode_symbols`."""
-    tables = _with_dead_table(tables, structure)
+    tables = with_dead_table(tables)
     dead, width = tables.alphabets.size - 1, int(tables.alphabets.max())
     out = np.empty(int(structure.plan.offsets[-1]), np.uint8)
     starts = np.zeros(sizes.size + 1, np.int64)
@@ -288,7 +312,7 @@ def structured_bits(tables: Tables, structure: Structure) -> NDArray[np.float64]
     return bits
 
 
-def _with_dead_table(tables: Tables, structure: Structure) -> Tables:
+def with_dead_table(tables: Tables) -> Tables:
     """Add a table in which zero alone occurs, for what is dead; it is never sent."""
     num_values = int(tables.alphabets[0])
     counts = np.zeros((1, num_values), np.int64)
@@ -298,14 +322,14 @@ def _with_dead_table(tables: Tables, structure: Structure) -> Tables:
     return RansTables.joined([tables, RansTables.from_weights(counts)])
 
 
-def stored_streams(tables: Tables) -> int:
+def stored_streams(tables: Tables, num_streams: int) -> int:
     """Return how many stream lengths a chunk has: all states of rANS share one stream."""
-    return NUM_STREAMS if isinstance(tables, HuffmanTables) else 1
+    return num_streams if isinstance(tables, HuffmanTables) else 1
 
 
-def lanes(tables: Tables) -> int:
+def lanes(tables: Tables, num_streams: int = NUM_STREAMS) -> int:
     """Return how many symbols of a chunk are coded side by side: streams, or states of rANS."""
-    return NUM_STREAMS if isinstance(tables, HuffmanTables) else kernels_rans.NUM_STATES
+    return num_streams if isinstance(tables, HuffmanTables) else kernels_rans.NUM_STATES
 
 
 def _huffman_encoder(
@@ -315,6 +339,7 @@ def _huffman_encoder(
     table_of: NDArray[np.int64],
     chunk_symbols: int,
     sizes: NDArray[np.int64],
+    num_streams: int,
 ) -> Callable[[int, int], NDArray[np.uint32]]:
     entries = np.zeros(tables.lengths.shape, np.uint64)
     kernels.encoder_entries(tables.lengths, entries)
@@ -326,10 +351,10 @@ def _huffman_encoder(
 
     def encode(first: int, last: int) -> NDArray[np.uint32]:
         num_symbols = (last - first) * chunk_symbols
-        room = num_symbols * kernels.WINDOW_BITS // 32 + 2 + 2 * NUM_STREAMS * (last - first)
+        room = num_symbols * kernels.WINDOW_BITS // 32 + 2 + 2 * num_streams * (last - first)
         words = np.empty(room, np.uint32)
         used = kernels.encode_streams(
-            first, last, chunk_symbols, NUM_STREAMS, symbols, offsets, table_of, entries,
+            first, last, chunk_symbols, num_streams, symbols, offsets, table_of, entries,
             num_paired, width, pairs, words, sizes,
         )  # fmt: skip
         return words[:used]

@@ -6,7 +6,6 @@ server does.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,22 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels
-from co3_flower.bitstream import (
-    chunk_size,
-    decode_structured,
-    decode_symbols,
-    encode_structured,
-    encode_symbols,
-    lanes,
-    run_parts,
-    split_evenly,
-)
+from co3_flower.bitstream import chunk_size, lanes
 from co3_flower.config import CodecConfig
+from co3_flower.dense import Dense, Flat, HostDense, dense_for, symbols_of_zero
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.feedback import check_residual
-from co3_flower.formats import FloatFormat
-from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, as_arrays
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan
 from co3_flower.limits import NormLimit, check_magnitudes, limit_norm
 from co3_flower.payload import (
     BUFFER_FORMAT,
@@ -41,14 +30,12 @@ from co3_flower.payload import (
     scale_limits,
     write_payload,
 )
-from co3_flower.quantize import kernel_format, rule_table
 from co3_flower.rate import Conversion, Measured, convert_to_size, least_bytes, measure_update
 from co3_flower.stats import UpdateStats, count_parameters, update_stats
-from co3_flower.tables import CodeTables, Converted, choose_tables, code_bits
+from co3_flower.tables import Converted, choose_tables, code_bits
 
 _BUFFER_GAMMA = 1.0
 _BUFFER_SCALE = "mse"
-_FLOAT32 = np.dtype(np.float32)
 _SHARES = (0.985, 0.95)  # of the bytes allowed, aimed at one after the other
 
 
@@ -61,23 +48,25 @@ class EncodedUpdate:
     payload : bytes
         All that goes up to the server.
     residual : dict of str to float32 array
-        What the conversion lost of the coded tensors and buffers, for the next round.
+        What the conversion lost of the coded tensors and buffers, for the next round: NumPy arrays,
+        or torch tensors on the device where the work was done.
     stats : UpdateStats
         Sizes and errors.
     """
 
     payload: bytes
-    residual: dict[str, NDArray[np.float32]]
+    residual: dict[str, Any]
     stats: UpdateStats
 
 
 def encode_update(
     update: Mapping[str, Any],
-    residual: Mapping[str, NDArray[np.float32]] | None,
+    residual: Mapping[str, Any] | None,
     config: CodecConfig,
     max_payload_bytes: int | None = None,
     scales: Mapping[str, float] | None = None,
     unused_payload: bytes | memoryview | None = None,
+    device: Any = None,
 ) -> EncodedUpdate:
     """Convert, correct and compress a client's update into one payload.
 
@@ -85,7 +74,9 @@ def encode_update(
     ----------
     update : mapping of str to array
         Gradient or weight difference, tensor by tensor in a fixed order: NumPy arrays or torch
-        tensors, floats to be coded, integers and booleans sent as they are. Not changed.
+        tensors, floats to be coded, integers and booleans sent as they are. Not changed. Where a
+        tensor lives on a device, all work with an entry per parameter is done there, by torch; the
+        payload has the same bytes.
     residual : mapping of str to float32 array, or None
         The `residual` of the last round's result, or None in the first round. Not changed.
     config : CodecConfig
@@ -101,6 +92,8 @@ def encode_update(
         The `payload` of the last round's result, where the server did not use it. What it says of
         coded tensors and buffers, c, joins this update undecayed beside the residual m:
         ``v = f32(g + f32(f32(f32(gamma) * m) + c))``. Its raw tensors are not made up for.
+    device : torch.device or str, optional
+        Where torch is to do the work, the CPU too, wherever the tensors live.
 
     Returns
     -------
@@ -136,22 +129,23 @@ def encode_update(
     if not isinstance(config, CodecConfig):
         advice = f"; use CodecConfig(format={config!r})" if isinstance(config, str) else ""
         raise TypeError(f"config must be a CodecConfig, got {config!r}{advice}")
-    arrays = as_arrays(update)
+    dense = dense_for(update, device, config.num_threads)
+    arrays = dense.arrays(update)
     layout = Layout.of(arrays)
     kinds = _choose_kinds(layout, config)
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
-    raw = _raw_bytes(arrays, layout, plan)
+    raw = _raw_bytes(dense, arrays, layout, plan)
     given = _given_scales(scales, layout, plan, config)
-    memory, gammas = _memory(residual, unused_payload, layout, plan, config)
-    whole = _Update(arrays, memory, gammas, layout, plan, config, sum(map(len, raw)), given)
+    memory, gammas = _memory(dense, residual, unused_payload, layout, plan, config)
+    whole = _Update(dense, arrays, memory, gammas, layout, plan, config, sum(map(len, raw)), given)
     if config.target_bits_per_parameter is None or plan.offsets[plan.num_coded] == 0:
         conversion = _convert(whole)
     else:
         conversion = convert_to_size(_measure(whole), whole.target_bytes, whole.raw_bytes)
-    payload, stats = _compress(layout, plan, config, conversion, raw)
+    payload, stats = _compress(dense, layout, plan, config, conversion, raw)
     if max_payload_bytes is not None and len(payload) > max_payload_bytes:
         payload, stats, conversion = _fit(whole, raw, max_payload_bytes)
-    return EncodedUpdate(payload, _unflatten(conversion.residual, layout, plan), stats)
+    return EncodedUpdate(payload, _unflatten(dense, conversion.residual, layout, plan), stats)
 
 
 def least_payload_bytes(like: Layout | Mapping[str, Any], config: CodecConfig) -> int:
@@ -199,18 +193,19 @@ def encode_raw_update(update: Mapping[str, Any]) -> EncodedUpdate:
     >>> encoded.stats.raw_bits, encoded.residual
     (64, {})
     """
-    arrays = as_arrays(update)
+    config = CodecConfig()
+    dense = HostDense(config.num_threads)
+    arrays = dense.arrays(update)
     layout = Layout.of(arrays)
     kinds = (Kind.RAW,) * len(layout)
-    config = CodecConfig()
     plan = layout.plan(kinds, config.min_numel)
-    raw = _raw_bytes(arrays, layout, plan)
+    raw = _raw_bytes(dense, arrays, layout, plan)
     given = _given_scales(None, layout, plan, config)
-    memory, gammas = _memory(None, None, layout, plan, config)
+    memory, gammas = _memory(dense, None, None, layout, plan, config)
     nothing = _convert(
-        _Update(arrays, memory, gammas, layout, plan, config, sum(map(len, raw)), given)
+        _Update(dense, arrays, memory, gammas, layout, plan, config, sum(map(len, raw)), given)
     )
-    payload, stats = _compress(layout, plan, config, nothing, raw, SCHEME_NONE)
+    payload, stats = _compress(dense, layout, plan, config, nothing, raw, SCHEME_NONE)
     return EncodedUpdate(payload, {}, stats)
 
 
@@ -220,7 +215,8 @@ def decode_update(
     num_threads: int = 1,
     max_magnitude: float | None = None,
     norm_limit: NormLimit | None = None,
-) -> dict[str, NDArray[Any]]:
+    device: Any = None,
+) -> dict[str, Any]:
     """Decode a payload.
 
     Parameters
@@ -235,12 +231,15 @@ def decode_update(
         A float entry beyond it makes the payload unsound.
     norm_limit : NormLimit, optional
         A longer update is unsound, or scaled down.
+    device : torch.device or str, optional
+        Where torch is to decode, the CPU too; by default where a tensor of `like` lives.
 
     Returns
     -------
     dict of str to array
         Float32 for coded tensors and buffers, raw tensors in their own dtype; new arrays in the
-        layout's shapes.
+        layout's shapes. Coded tensors and buffers are torch tensors where torch decodes, raw
+        tensors NumPy arrays.
 
     Raises
     ------
@@ -250,31 +249,27 @@ def decode_update(
         If the payload is no bytes-like object.
     """
     _check_bytes(payload)
+    dense = dense_for(like, device, num_threads)
     layout = Layout.of(like)
     parts, plan = read_payload(payload, layout)
     raw = _read_raw(parts, layout, plan)
-    symbols = _decode_symbols(parts, plan, num_threads)
-    values = _limited_values(parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
-    decoded = [np.empty(layout.shapes[i], np.float32) for i in plan.order]
-
-    def look_up(first: int, last: int) -> None:
-        for j in range(first, last):
-            part = symbols[plan.offsets[j] : plan.offsets[j + 1]]
-            kernels.look_up(decoded[j].reshape(-1), part, values[j])
-
-    run_parts(look_up, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
+    symbols = dense.decode(parts, plan)
+    values = _limited_values(dense, parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
+    shapes = [layout.shapes[i] for i in plan.order]
+    decoded = dense.look_up(symbols, plan.offsets, values, shapes)
     by_position = dict(zip(plan.order, decoded, strict=True)) | raw
     return {name: by_position[i] for i, name in enumerate(layout.names)}
 
 
 def accumulate_update(
     payload: bytes | memoryview,
-    accumulator: Mapping[str, NDArray[np.float32]],
+    accumulator: Mapping[str, Any],
     weight: float,
     like: Layout | Mapping[str, Any] | None = None,
     num_threads: int = 1,
     max_magnitude: float | None = None,
     norm_limit: NormLimit | None = None,
+    device: Any = None,
 ) -> dict[str, NDArray[Any]]:
     """Decode a payload straight into a weighted sum: ``acc = f32(acc + f32(f32(weight) * y))``.
 
@@ -284,7 +279,7 @@ def accumulate_update(
         What a client sent.
     accumulator : mapping of str to float32 array
         C-contiguous sums of the coded tensors and buffers, changed in place; entries of raw tensors
-        are not touched.
+        are not touched. NumPy arrays, or torch tensors, which may live on a device.
     weight : float
         Weight of this client, such as its number of examples.
     like : Layout or mapping of str to array, optional
@@ -295,6 +290,8 @@ def accumulate_update(
         A float entry beyond it, before it is weighted, makes the payload unsound.
     norm_limit : NormLimit, optional
         A longer update, before it is weighted, is unsound, or scaled down.
+    device : torch.device or str, optional
+        Where torch is to decode, the CPU too; by default where the accumulator's tensors live.
 
     Returns
     -------
@@ -335,25 +332,19 @@ def accumulate_update(
             f"payload must hold no raw tensors where `like` is not given, got "
             f"{num_raw_bytes(payload)} bytes of them; give the layout of the whole update"
         )
+    dense = dense_for(accumulator, device, num_threads)
     layout = Layout.of(accumulator if like is None else like)
     parts, plan = read_payload(payload, layout)
     raw = _read_raw(parts, layout, plan)
-    sums = [_accumulator_of(accumulator, layout, i) for i in plan.order]
-    symbols = _decode_symbols(parts, plan, num_threads)
-    values = _limited_values(parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
+    sums = [
+        dense.accumulator(accumulator.get(name), layout.shapes[i], name)
+        for i, name in ((i, layout.names[i]) for i in plan.order)
+    ]
+    symbols = dense.decode(parts, plan)
+    values = _limited_values(dense, parts, layout, plan, symbols, raw, max_magnitude, norm_limit)
     with np.errstate(over="ignore"):  # the sum is checked by who owns it
         values *= factor
-
-    bounds = plan.offsets.tolist()
-
-    def add(first: int, last: int) -> None:
-        ends = itertools.pairwise(bounds[first : last + 1])
-        for total, (begin, end), table in zip(
-            sums[first:last], ends, values[first:last], strict=True
-        ):
-            kernels.accumulate(total, symbols[begin:end], table)
-
-    run_parts(add, split_evenly(np.diff(plan.offsets), num_threads), num_threads)
+    dense.accumulate(sums, symbols, plan.offsets, values)
     return {layout.names[i]: array for i, array in raw.items()}
 
 
@@ -382,10 +373,12 @@ def _choose_kinds(layout: Layout, config: CodecConfig) -> tuple[Kind, ...]:
     )
 
 
-def _raw_bytes(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -> tuple[bytes, ...]:
+def _raw_bytes(
+    dense: Dense, arrays: Mapping[str, Any], layout: Layout, plan: Plan
+) -> tuple[bytes, ...]:
     raw = []
     for i in plan.raw:
-        array = arrays[layout.names[i]]
+        array = dense.to_host(arrays[layout.names[i]])
         if array.dtype in FLOAT_DTYPES and not np.isfinite(array).all():
             bad = int((~np.isfinite(array)).sum())
             raise ValueError(
@@ -397,10 +390,11 @@ def _raw_bytes(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -
 
 @dataclass(frozen=True)
 class _Update:
-    """What is to be encoded, and how."""
+    """What is to be encoded, where it lives, and how it is encoded."""
 
-    arrays: Mapping[str, NDArray[Any]]
-    memory: NDArray[np.float32]  # flat as the entries, or empty
+    dense: Dense
+    arrays: Mapping[str, Any]
+    memory: Flat  # float32, flat as the entries, or empty
     gammas: NDArray[np.float32]  # [tensors], what the memory is multiplied with
     layout: Layout
     plan: Plan
@@ -421,9 +415,10 @@ class _Update:
             )
         return target * num_parameters / 8
 
-    def flat(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Return the entries (to be overwritten), the memory's, and each tensor's gamma."""
-        return _flatten(self.arrays, self.layout, self.plan), self.memory, self.gammas
+    def flat(self) -> Flat:
+        """Return the entries, to be overwritten."""
+        names = [self.layout.names[i] for i in self.plan.order]
+        return self.dense.flatten([self.arrays[name] for name in names], self.plan.num_symbols)
 
     def check_finite(self, coded: Converted, buffers: Converted) -> None:
         """Raise ValueError for entries that were counted as not finite."""
@@ -431,7 +426,7 @@ class _Update:
         if bad.any():
             first = int(np.argmax(bad > 0))
             name = self.layout.names[self.plan.order[first]]
-            in_update = int((~np.isfinite(self.arrays[name])).sum())
+            in_update = self.dense.count_not_finite(self.arrays[name])
             what = "update" if in_update else "update plus residual"
             raise ValueError(
                 f"{what} must be finite, "
@@ -440,16 +435,15 @@ class _Update:
 
     def conversion(
         self,
-        rest: NDArray[np.float32],
-        symbols: NDArray[np.uint8],
+        rest: Flat,
+        symbols: Flat,
         coded: Converted,
         buffers: Converted,
     ) -> Conversion:
         """Return what was converted, with its code tables."""
-        config = self.config
         choices = choose_tables(
-            self.layout, self.plan, coded, buffers, symbols, rest,
-            config.prior, config.coder, config.structure,
+            self.layout, self.plan, coded, buffers, symbols, rest, self.config,
+            self.dense.choose_modes,
         )  # fmt: skip
         return Conversion(rest, symbols, coded, buffers, choices)
 
@@ -476,30 +470,20 @@ def _given_scales(
 
 def _convert(update: _Update) -> Conversion:
     """Convert at the scales that the settings say."""
-    plan, config = update.plan, update.config
-    v, memory, gammas = update.flat()
+    dense, plan, config, v = update.dense, update.plan, update.config, update.flat()
     sizes = np.diff(plan.offsets)
     coded = Converted.empty(config.float_format, sizes[: plan.num_coded])
     buffers = Converted.empty(BUFFER_FORMAT, sizes[plan.num_coded :])
     coded.scales[:] = update.given
-    symbols = np.empty(v.size, np.uint8)
-
-    def convert_group(group: Converted, start: int, rule: str, multiplier: float) -> None:
-        fmt, table = kernel_format(group.fmt), rule_table(rule, group.fmt)
-        offsets = plan.offsets[start:]
-
-        def convert_part(first: int, last: int) -> None:
-            kernels.convert_tensors(
-                first, last, v, memory, gammas[start:], offsets,
-                fmt, kernels.RULES.index(rule), multiplier, table,
-                symbols, group.scales, group.fits, group.counts, group.sums, group.events,
-            )  # fmt: skip
-
-        run_parts(convert_part, split_evenly(group.sizes, config.num_threads), config.num_threads)
-
-    convert_group(coded, 0, config.scale, config.scale_multiplier)
-    if plan.num_buffers:
-        convert_group(buffers, plan.num_coded, _BUFFER_SCALE, 1.0)
+    symbols = dense.symbol_array(plan.num_symbols)
+    for group, first, rule, multiplier in (
+        (coded, 0, config.scale, config.scale_multiplier),
+        (buffers, plan.num_coded, _BUFFER_SCALE, 1.0),
+    ):
+        last = first + group.sizes.size
+        gammas, offsets = update.gammas[first:last], plan.offsets[first : last + 1]
+        if group.sizes.size:
+            dense.convert(v, update.memory, gammas, offsets, group, rule, multiplier, symbols)
     update.check_finite(coded, buffers)
     return update.conversion(v, symbols, coded, buffers)
 
@@ -507,8 +491,9 @@ def _convert(update: _Update) -> Conversion:
 def _measure(update: _Update) -> Measured:
     """Compensate and fit, and convert the buffers."""
     measured = measure_update(
-        *update.flat(), update.layout, update.plan, update.config, _BUFFER_SCALE
-    )
+        update.dense, update.flat(), update.memory, update.gammas, update.layout, update.plan,
+        update.config, _BUFFER_SCALE,
+    )  # fmt: skip
     update.check_finite(measured.coded, measured.buffers)
     return measured
 
@@ -517,24 +502,21 @@ def _fit(
     update: _Update, raw: tuple[bytes, ...], max_bytes: int
 ) -> tuple[bytes, UpdateStats, Conversion]:
     """Encode at the finest scales for which the payload fits, or send nothing where none does."""
-    layout, plan, config = update.layout, update.plan, update.config
+    stages = update.dense, update.layout, update.plan, update.config
     measured = _measure(update)
-    for share in _SHARES if max_bytes > least_bytes(plan, update.raw_bytes) else ():
+    for share in _SHARES if max_bytes > least_bytes(update.plan, update.raw_bytes) else ():
         conversion = convert_to_size(measured, share * max_bytes, update.raw_bytes)
-        payload, stats = _compress(layout, plan, config, conversion, raw)
+        payload, stats = _compress(*stages, conversion, raw)
         if len(payload) <= max_bytes:
             return payload, stats, conversion
     conversion = _withhold(update, measured)
-    return *_compress(layout, plan, config, conversion, raw), conversion
+    return *_compress(*stages, conversion, raw), conversion
 
 
 def _withhold(update: _Update, measured: Measured) -> Conversion:
     """Return the conversion of an update of which nothing is sent: zeros, all of it residual."""
-    plan = update.plan
-    v, memory, gammas = update.flat()
-    if memory.size:
-        for gamma, begin, end in zip(gammas, plan.offsets[:-1], plan.offsets[1:], strict=True):
-            kernels.add_scaled(v[begin:end], memory[begin:end], gamma)
+    dense, plan, v = update.dense, update.plan, update.flat()
+    dense.compensate(v, update.memory, update.gammas, plan.offsets)
     groups = []
     for group in (measured.coded, measured.buffers):
         empty = Converted.empty(group.fmt, group.sizes)
@@ -543,21 +525,17 @@ def _withhold(update: _Update, measured: Measured) -> Conversion:
         empty.sums[:, :2] = group.sums[:, :2]
         empty.sums[:, 2] = group.sums[:, 1]
         groups.append(empty)
-    for group, start in zip(groups, (0, plan.num_coded), strict=True):
-        for j in range(group.sizes.size):
-            part = v[plan.offsets[start + j] : plan.offsets[start + j + 1]]
-            group.sums[j, 3] = np.abs(part, dtype=np.float64).sum()
-            group.events[j, 1] = np.count_nonzero(part)
-    return update.conversion(v, _zero_symbols(plan, groups[0].fmt), *groups)
-
-
-def _zero_symbols(plan: Plan, fmt: FloatFormat) -> NDArray[np.uint8]:
-    symbols = np.full(plan.num_symbols, fmt.zero, np.uint8)
-    symbols[plan.offsets[plan.num_coded] :] = BUFFER_FORMAT.zero
-    return symbols
+    sums, live = dense.measure_zeros(v, plan.offsets)
+    for group, part in zip(
+        groups, (slice(plan.num_coded), slice(plan.num_coded, None)), strict=True
+    ):
+        group.sums[:, 3], group.events[:, 1] = sums[part], live[part]
+    symbols = symbols_of_zero(dense, plan, groups[0].fmt, BUFFER_FORMAT)
+    return update.conversion(v, symbols, *groups)
 
 
 def _compress(
+    dense: Dense,
     layout: Layout,
     plan: Plan,
     config: CodecConfig,
@@ -568,15 +546,15 @@ def _compress(
     payloads = []
     symbols, coded, buffers = conversion.symbols, conversion.coded, conversion.buffers
     for choice in conversion.choices:
-        chunk_symbols = chunk_size(symbols.size, choice.num_code_bits)
-        words, sizes = _encode_symbols(choice, symbols, plan, chunk_symbols, config.num_threads)
+        chunk_symbols = chunk_size(plan.num_symbols, choice.num_code_bits)
+        words, sizes = dense.encode(choice, symbols, plan, chunk_symbols, config.num_streams)
         parts = Parts(
             coded.fmt,
             np.concatenate([coded.scales, buffers.scales]),
             choice.tables,
             choice.table_of,
             choice.structure,
-            lanes(choice.tables),
+            lanes(choice.tables, config.num_streams),
             chunk_symbols,
             sizes,
             words,
@@ -600,132 +578,68 @@ def _compress(
     return payload, stats
 
 
-def _encode_symbols(
-    choice: CodeTables,
-    symbols: NDArray[np.uint8],
-    plan: Plan,
-    chunk_symbols: int,
-    num_threads: int,
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    if choice.structure is None:
-        return encode_symbols(
-            choice.tables, symbols, plan.offsets, choice.table_of, chunk_symbols, num_threads
-        )
-    return encode_structured(choice.tables, choice.structure, symbols, chunk_symbols, num_threads)
-
-
-def _flatten(arrays: Mapping[str, NDArray[Any]], layout: Layout, plan: Plan) -> NDArray[np.float32]:
-    flat = np.empty(plan.num_symbols, np.float32)
-    if plan.order:
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # what overflows float32 is reported as infinite
-            parts = [arrays[layout.names[i]].reshape(-1) for i in plan.order]
-            np.concatenate(parts, out=flat, casting="unsafe")
-    return flat
-
-
 def _memory(
-    residual: Mapping[str, NDArray[np.float32]] | None,
+    dense: Dense,
+    residual: Mapping[str, Any] | None,
     unused_payload: bytes | memoryview | None,
     layout: Layout,
     plan: Plan,
     config: CodecConfig,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+) -> tuple[Flat, NDArray[np.float32]]:
     """Return m, flat or empty, and each tensor's gamma; with c added, the carry and ones."""
-    memory = _flatten_residual(residual, layout, plan)
+    memory = _flatten_residual(dense, residual, layout, plan)
     gammas = np.full(len(plan.order), config.gamma, np.float32)
     gammas[plan.num_coded :] = _BUFFER_GAMMA
     if unused_payload is None:
         return memory, gammas
-    carry = np.zeros(plan.num_symbols, np.float32)
-    if memory.size:
-        for gamma, begin, end in zip(gammas, plan.offsets[:-1], plan.offsets[1:], strict=True):
-            np.multiply(memory[begin:end], gamma, out=carry[begin:end])
-    parts = _unflatten(carry, layout, plan)
-    accumulate_update(unused_payload, parts, 1.0, layout, config.num_threads)
+    has_memory = residual is not None and plan.num_symbols > 0
+    carry = (
+        dense.decay(memory, gammas, plan.offsets) if has_memory else dense.zeros(plan.num_symbols)
+    )
+    accumulate_update(
+        unused_payload, _unflatten(dense, carry, layout, plan), 1.0, layout, config.num_threads,
+        device=dense.device,
+    )  # fmt: skip
     return carry, np.ones_like(gammas)
 
 
 def _flatten_residual(
-    residual: Mapping[str, NDArray[np.float32]] | None, layout: Layout, plan: Plan
-) -> NDArray[np.float32]:
+    dense: Dense, residual: Mapping[str, Any] | None, layout: Layout, plan: Plan
+) -> Flat:
     if residual is None:
-        return np.empty(0, np.float32)
+        return dense.zeros(0)
     names = [layout.names[i] for i in plan.order]
     check_residual(residual, names, [layout.shapes[i] for i in plan.order])
-    whole = _common_base([residual[name] for name in names], plan)
-    return _flatten(residual, layout, plan) if whole is None else whole
+    return dense.as_flat([residual[name] for name in names], plan.num_symbols)
 
 
-def _common_base(arrays: list[NDArray[np.float32]], plan: Plan) -> NDArray[np.float32] | None:
-    """Return the flat array whose consecutive parts these are (see `_unflatten`), or None."""
-    base = arrays[0].base if arrays else None
-    if (
-        not isinstance(base, np.ndarray)
-        or base.shape != (plan.num_symbols,)
-        or not base.flags.c_contiguous
-    ):
-        return None
-    if base.dtype != np.float32:
-        return None
-    start = base.__array_interface__["data"][0]
-    for array, offset in zip(arrays, plan.offsets.tolist(), strict=False):
-        at = array.__array_interface__["data"][0] if array.size else start + 4 * offset
-        if array.base is not base or at != start + 4 * offset or not array.flags.c_contiguous:
-            return None
-    return base
-
-
-def _unflatten(
-    flat: NDArray[np.float32], layout: Layout, plan: Plan
-) -> dict[str, NDArray[np.float32]]:
-    bounds = plan.offsets.tolist()
-    by_position = {
-        i: flat[begin:end].reshape(layout.shapes[i])
-        for i, begin, end in zip(plan.order, bounds[:-1], bounds[1:], strict=True)
-    }
+def _unflatten(dense: Dense, flat: Flat, layout: Layout, plan: Plan) -> dict[str, Any]:
+    parts = dense.unflatten(flat, plan.offsets, [layout.shapes[i] for i in plan.order])
+    by_position = dict(zip(plan.order, parts, strict=True))
     return {layout.names[i]: by_position[i] for i in sorted(plan.order)}
 
 
-def _decode_symbols(parts: Parts, plan: Plan, num_threads: int) -> NDArray[np.uint8]:
-    if parts.structure is not None:
-        return decode_structured(
-            parts.tables,
-            parts.structure,
-            parts.words,
-            parts.sizes,
-            parts.num_streams,
-            parts.chunk_symbols,
-            num_threads,
-        )
-    return decode_symbols(
-        parts.tables,
-        parts.words,
-        parts.sizes,
-        parts.num_streams,
-        plan.offsets,
-        parts.table_of,
-        parts.chunk_symbols,
-        num_threads,
-    )
-
-
 def _limited_values(
+    dense: Dense,
     parts: Parts,
     layout: Layout,
     plan: Plan,
-    symbols: NDArray[np.uint8],
+    symbols: Flat,
     raw: dict[int, NDArray[Any]],
     max_magnitude: float | None,
     norm_limit: NormLimit | None,
 ) -> NDArray[np.float32]:
     """Return what `_value_tables` does, held to the limits; raw tensors are scaled in place."""
     values = _value_tables(parts, plan)
+
+    def count(j: int) -> NDArray[np.int64]:
+        begin, end = int(plan.offsets[j]), int(plan.offsets[j + 1])
+        return dense.count_symbols(symbols, begin, end, values.shape[1])
+
     if max_magnitude is not None:
-        check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+        check_magnitudes(layout, plan, values, count, raw, max_magnitude)
     if norm_limit is not None:
-        limit_norm(norm_limit, layout, plan, values, symbols, raw)
+        limit_norm(norm_limit, layout, plan, values, count, raw)
     return values
 
 
@@ -756,25 +670,3 @@ def _read_raw(parts: Parts, layout: Layout, plan: Plan) -> dict[int, NDArray[Any
             )
         raw[i] = array
     return raw
-
-
-def _accumulator_of(
-    accumulator: Mapping[str, NDArray[np.float32]], layout: Layout, i: int
-) -> NDArray[np.float32]:
-    name, shape = layout.names[i], layout.shapes[i]
-    array = accumulator.get(name)
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != _FLOAT32:
-        got = (
-            f"{array.dtype} {array.shape}"
-            if isinstance(array, np.ndarray)
-            else type(array).__name__
-        )
-        raise ValueError(
-            f"accumulator must hold a float32 array of shape {shape}, got {got} in {name!r}"
-        )
-    if not array.flags.carray:
-        raise ValueError(
-            "accumulator must be C-contiguous, aligned and writeable, got an array that is not in "
-            f"{name!r}"
-        )
-    return array.reshape(-1)

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from co3_flower import kernels
+from co3_flower.bitstream import MAX_STREAMS, NUM_STREAMS
 from co3_flower.errors import ConfigError
 from co3_flower.formats import FloatFormat
 
@@ -66,6 +67,10 @@ class CodecConfig:
     scale_refit_every : int
         Rounds for which a client of a CO3Strategy keeps the scales that the rule has chosen; 1
         chooses in every round. (`encode_update` alone takes them as ``scales``.)
+    num_streams : int
+        Streams of a chunk with Huffman codes, at most 255. A device decodes all streams of a
+        payload at once, a core two: more of them take about 3 bytes each in every chunk of 16 KiB.
+        rANS always has four states.
 
     Raises
     ------
@@ -91,6 +96,7 @@ class CodecConfig:
     target_bits_per_parameter: float | None = None
     num_threads: int = 1
     scale_refit_every: int = 1
+    num_streams: int = NUM_STREAMS
 
     def __post_init__(self) -> None:
         FloatFormat.parse(self.format)
@@ -112,12 +118,13 @@ class CodecConfig:
         _check_choice("structure", self.structure, STRUCTURES)
         _check_integer("min_numel", self.min_numel, 1, 2**32 - 1)
         _check_integer("scale_refit_every", self.scale_refit_every, 1, 2**31 - 1)
+        _check_integer("num_streams", self.num_streams, 1, MAX_STREAMS)
         _check_integer("num_threads", self.num_threads, 1, 1024)
         for setting in ("raw", "buffers"):
             object.__setattr__(self, setting, _as_selection(setting, getattr(self, setting)))
         for setting in ("gamma", "scale_multiplier"):
             object.__setattr__(self, setting, float(getattr(self, setting)))
-        for setting in ("min_numel", "scale_refit_every", "num_threads"):
+        for setting in ("min_numel", "scale_refit_every", "num_streams", "num_threads"):
             object.__setattr__(self, setting, int(getattr(self, setting)))
         if self.target_bits_per_parameter is not None:
             self._check_target()

@@ -7,11 +7,13 @@ This is the *correct* stage. The residual of a round is what its conversion lost
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from co3_flower import kernels
+from co3_flower.layout import TENSOR_FLOAT32, is_tensor
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -52,7 +54,7 @@ def compensate(
 
 
 def check_residual(
-    residual: Mapping[str, NDArray[np.float32]],
+    residual: Mapping[str, Any],
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
@@ -74,6 +76,9 @@ def check_residual(
         )
     for name, shape in zip(names, shapes, strict=True):
         array = residual[name]
-        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != _FLOAT32:
+        is_float32 = (isinstance(array, np.ndarray) and array.dtype == _FLOAT32) or (
+            is_tensor(array) and str(array.dtype) == TENSOR_FLOAT32
+        )
+        if not is_float32 or tuple(array.shape) != shape:
             got = f"{getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}"
             raise ValueError(f"residual must be float32 {shape}, got {got} in {name!r}")

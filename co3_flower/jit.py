@@ -16,6 +16,7 @@ import numba
 
 FOLDER = Path(__file__).parent
 STAMP = "kernels.stamp"
+NOT_COMPILED = "kernels_torch.py"
 
 
 def njit(function: Callable[..., Any]) -> Any:
@@ -30,7 +31,7 @@ def drop_stale_cache(folder: Path = FOLDER) -> None:
     Does nothing where the cache cannot be written: numba then keeps it elsewhere.
     """
     sources = sorted([*folder.rglob("kernels*.py"), *folder.glob("law_table.py")])
-    files = [(source.relative_to(folder), source.stat()) for source in sources]
+    files = [(s.relative_to(folder), s.stat()) for s in sources if s.name != NOT_COMPILED]
     text = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
     cache = folder / "__pycache__"
     with contextlib.suppress(OSError):

@@ -299,27 +299,42 @@ def histogram_moments(counts, first, last):
 
 
 @_njit
+def fit_coarse(histogram, counts, work):
+    """Fit a law to a coarse histogram, uint32 [4, 2048].
+
+    Returns (alpha, beta, zeros, normals, not finite, first bin, last bin + 1). `counts` keeps the
+    folded histogram. alpha is 0 where no normal number occurs.
+    """
+    zeros, normals, bad, first, last = fold_histogram(histogram, COARSE_BITS, counts)
+    if normals == 0 or bad > 0:
+        return 0.0, 1.0, zeros, normals, bad, first, last
+    linear, normal = histogram_moments(counts, first, last)
+    start = guess_beta(linear, 0.5 * normal * normal)
+    alpha, beta = solve_beta(counts, COARSE_BITS, first, last, float(normals), start, work)
+    return alpha, beta, zeros, normals, bad, first, last
+
+
+@_njit
+def fit_fine(histogram, normals, start):
+    """Fit a law to a fine histogram, uint32 [4, 32768]; returns (alpha, beta)."""
+    counts = np.zeros(256 << FINE_BITS, np.float64)
+    work = np.zeros(2 << FINE_BITS, np.float64)
+    _, _, _, first, last = fold_histogram(histogram, FINE_BITS, counts)
+    return solve_beta(counts, FINE_BITS, first, last, float(normals), start, work)
+
+
+@_njit
 def fit_from_histogram(x_bits, histogram, counts, work):
     """Fit a law to the coarse histogram of x, refined where needed.
 
     Returns (alpha, beta, zeros, not finite, first bin, last bin + 1). `counts` keeps the folded
     coarse histogram. alpha is 0 where no normal number occurs.
     """
-    zeros, normals, bad, first, last = fold_histogram(histogram, COARSE_BITS, counts)
-    if normals == 0 or bad > 0:
-        return 0.0, 1.0, zeros, bad, first, last
-    linear, normal = histogram_moments(counts, first, last)
-    start = guess_beta(linear, 0.5 * normal * normal)
-    alpha, beta = solve_beta(counts, COARSE_BITS, first, last, float(normals), start, work)
+    alpha, beta, zeros, normals, bad, first, last = fit_coarse(histogram, counts, work)
     if beta > FINE_FROM_BETA:
         fine = np.zeros((4, 256 << FINE_BITS), np.uint32)
-        fine_counts = np.zeros(256 << FINE_BITS, np.float64)
-        fine_work = np.zeros(2 << FINE_BITS, np.float64)
         add_to_fine_histogram(x_bits, fine)
-        _, _, _, fine_first, fine_last = fold_histogram(fine, FINE_BITS, fine_counts)
-        alpha, beta = solve_beta(
-            fine_counts, FINE_BITS, fine_first, fine_last, float(normals), beta, fine_work
-        )
+        alpha, beta = fit_fine(fine, normals, beta)
     return alpha, beta, zeros, bad, first, last
 
 
@@ -542,7 +557,17 @@ def fixed_point_power(v, top_exponent):
             total += t * t
         high += total >> 32
         low += total & 0xFFFFFFFF
-    return (float(high) * 4294967296.0 + float(low)) / unit / unit / v.size
+    return mean_power(high, low, top_exponent, v.size)
+
+
+@_njit
+def mean_power(high, low, top_exponent, size):
+    """Return the mean of `size` squares in units of 2**(top_exponent - 23), squared.
+
+    Their sum is 2**32 * high + low.
+    """
+    unit = math.ldexp(1.0, int(23 - top_exponent))
+    return (float(high) * 4294967296.0 + float(low)) / unit / unit / size
 
 
 @_njit
@@ -560,6 +585,20 @@ def pick_scale(v, rule, multiplier, alpha, beta, counts, first, last, fmt, table
 
     `rule` is a position in RULES.
     """
+    power, peak = 0.0, f32(0.0)
+    if last > 0 and rule == 1:
+        power = fixed_point_power(v, ((last - 1) >> COARSE_BITS) - 127)
+    elif last > 0 and rule == 2:
+        for j in range(v.size):
+            peak = max(peak, abs(v[j]))
+    return scale_by_rule(
+        rule, multiplier, alpha, beta, power, peak, counts, first, last, fmt, table
+    )
+
+
+@_njit
+def scale_by_rule(rule, multiplier, alpha, beta, power, peak, counts, first, last, fmt, table):
+    """`pick_scale` from what a rule needs to know: the law, or the mean of v**2, or the peak."""
     largest = np.float64(fmt[0])
     scale = 1.0
     if last == 0:
@@ -567,11 +606,8 @@ def pick_scale(v, rule, multiplier, alpha, beta, counts, first, last, fmt, table
     if rule == 0:
         scale = least_error_scale(alpha, beta, counts, first, last, fmt, table)
     elif rule == 1:
-        scale = 1.0 / math.sqrt(fixed_point_power(v, ((last - 1) >> COARSE_BITS) - 127))
+        scale = 1.0 / math.sqrt(power)
     elif rule == 2:
-        peak = f32(0.0)
-        for j in range(v.size):
-            peak = max(peak, abs(v[j]))
         scale = largest / np.float64(peak)
     elif rule == 4:
         scale = paper_polynomial(beta) / alpha

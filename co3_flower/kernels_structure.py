@@ -47,6 +47,7 @@ NUM_SUMS = DEAD + DEAD + 1
 MAX_TABLES = 200  # of classes; their numbers take a byte
 DENSE = 0.02  # gain of a class from which on a sample of rows tells the modes apart,
 MIN_SAMPLE, MIN_SAMPLE_ROWS = 4096, 8  # of at least so many entries and rows
+COST_UNIT = 65536.0  # of bits, in the integers that modes are compared by
 SHAPE = 1.8  # beta of the laws by which modes are chosen: given its row and column an entry is
 # nearly normal
 
@@ -58,8 +59,9 @@ SHAPE = 1.8  # beta of the laws by which modes are chosen: given its row and col
 def class_laws(positive, costs, gains):
     """Bits of each magnitude under each class's law, and what a step of the grid is worth.
 
-    costs float32 [NUM_CLASSES, K // 2 + 1], sign included; gains float64 [NUM_CLASSES]: bits an
-    entry that coding with the neighbouring class's table would lose.
+    costs float32 [NUM_CLASSES, K // 2 + 1], sign included, are whole numbers of 1 / COST_UNIT
+    bits: float64 sums of them are exact, in any order. gains float64 [NUM_CLASSES]: bits an entry
+    that coding with the neighbouring class's table would lose.
     """
     top = positive.size - 1
     pmf = np.zeros(2 * top + 1, np.float64)
@@ -76,7 +78,7 @@ def class_laws(positive, costs, gains):
                 loss += pmf[k] * math.log2(p / max(before[k], 1e-7))
             before[k] = pmf[k]
             if k >= top:
-                costs[q, k - top] = -math.log2(p)
+                costs[q, k - top] = math.floor(0.5 - math.log2(p) * COST_UNIT)
         gains[q] = max(0.0, loss)
     gains[0] = gains[1]
 
@@ -222,7 +224,7 @@ def settle_factors(logs, live, per_factor, gains, offset, out):
 
 @_njit
 def structure_cost(symbols, cols, zero, row_class, col_class, costs, every):
-    """Bits of the symbols of every so many rows under the classes' laws; dead entries cost none."""
+    """Costs of the symbols of every so many rows under the classes' laws; of dead ones none."""
     total = 0.0
     rows = row_class.size
     for i in range(0, rows, every):
@@ -230,14 +232,20 @@ def structure_cost(symbols, cols, zero, row_class, col_class, costs, every):
         if r >= DEAD:
             continue
         row = symbols[i * cols : (i + 1) * cols]
-        part = f32(0.0)
         for j in range(cols):
             q = r + i64(col_class[j])
             if q < NUM_CLASSES:
                 position = i64(row[j]) - zero
-                part += costs[q, position if position >= 0 else -position]
-        total += part
-    return total * rows / ((rows + every - 1) // every)
+                total += np.float64(costs[q, position if position >= 0 else -position])
+    return i64(total)
+
+
+@_njit
+def rows_sampled(rows, cols, density):
+    """Return every how many rows are looked at, given the gain of a step in the tensor's class."""
+    if density <= DENSE:
+        return 1
+    return max(1, min(8, rows // MIN_SAMPLE_ROWS, rows * cols // MIN_SAMPLE))
 
 
 @_njit
@@ -254,68 +262,57 @@ def factor_bits(values):
 
 
 @_njit
-def choose_mode(
-    symbols,
-    residual,
-    values,
-    scale,
-    unit,
-    rows,
-    cols,
-    taps,
-    costs,
+def propose_factors(
+    row_sums,
+    col_sums,
+    row_live,
+    col_live,
+    cells,
     gains,
+    taps,
     row_class,
-    col_class,
+    channel_class,
     tap_class,
+    col_class,
+    bits,
     sent,
 ):
-    """Choose how the classes of one tensor are given, and set them.
+    """Propose the factors of one tensor for every mode, from its sums of magnitudes.
 
-    row_class uint16 [rows], col_class uint16 [cols] and tap_class uint16 [taps] receive the factors
-    as sent: for ROW_CHANNEL_TAP, col_class[c * taps] is channel c's and tap_class the taps'. sent
-    int64 [3] gets the steps of rows and of columns, and the base of the rows. Returns the mode; for
-    NONE, row_class[0] is the tensor's.
+    row_sums, col_sums int64 in units of `cells` cells; row_live, col_live uint8: 1 where a symbol
+    is not zero. All zero, or too small: only row_class[0] is set and False returned. Else row_class
+    uint16 [rows], channel_class [channels], tap_class [taps] and col_class [cols] get the factors
+    of all modes, bits float64 [5] what a mode's factors take (infinite where it is not to be
+    tried), and sent int64 [5] the steps of rows, channels and columns, the base of the rows, and
+    every how many rows are to be looked at.
     """
-    zero = values.size // 2
-    row_sums, col_sums = np.zeros(rows, np.int64), np.zeros(cols, np.int64)
-    row_live, col_live = np.zeros(rows, np.uint8), np.zeros(cols, np.uint8)
-    live_flags(symbols, cols, zero, row_live, col_live)
+    rows, cols = row_sums.size, col_sums.size
+    bits[:] = np.inf
     if row_live.sum() == 0:
         row_class[0] = DEAD
-        return NONE
-    magnitude_sums(symbols, residual, values, scale, unit, cols, row_sums, col_sums)
+        return False
     # at a low rate rows of zeros are chance: telling them apart would cost more than it saves
     row_live |= row_sums > 0
     col_live |= col_sums > 0
-    cells = np.float64(scale) * unit / 4096.0
     whole = float(row_sums.sum()) * cells
     level = log_class(whole / (rows * cols))
     base = min(MAX_ROW, max(0, i64(math.floor(level + ORIGIN + 0.5))))
+    row_class[0] = base
     if rows == 1 or cols == 1 or rows * cols < 256:
-        row_class[0] = base
-        return NONE
-    every = 1
-    if gains[base + CENTRE] > DENSE:
-        every = max(1, min(8, rows // MIN_SAMPLE_ROWS, rows * cols // MIN_SAMPLE))
-    flat_rows, flat_cols = np.full(rows, base, np.uint16), np.full(cols, CENTRE, np.uint16)
-    best = structure_cost(symbols, cols, zero, flat_rows, flat_cols, costs, every)
-    mode = NONE
+        return False
+    sent[3], sent[4] = base, rows_sampled(rows, cols, gains[base + CENTRE])
     n_rows, n_cols, channels = i64(row_live.sum()), i64(col_live.sum()), cols // taps
+    bits[NONE] = 0.0
 
     row_logs = np.zeros(rows, np.float64)
     for i in range(rows):
         row_logs[i] = log_class(row_sums[i] * cells / max(1, n_cols)) + ORIGIN
     gain = gains[min(NUM_CLASSES - 1, max(0, base + CENTRE))]
     live_entries = float(n_rows) * n_cols
-    row_step = best_step(n_rows, live_entries, gain, spread_of(row_logs, row_live))
-    try_rows = np.zeros(rows, np.uint16)
-    set_factors(row_logs, row_live, row_step, base, 0, MAX_ROW, try_rows)
-    settle_factors(row_logs, row_live, live_entries / max(1, n_rows), gains, CENTRE, try_rows)
-    row_bits = factor_bits(try_rows)
-    cost = structure_cost(symbols, cols, zero, try_rows, flat_cols, costs, every) + row_bits
-    if cost < best:
-        best, mode = cost, ROW
+    sent[0] = best_step(n_rows, live_entries, gain, spread_of(row_logs, row_live))
+    set_factors(row_logs, row_live, sent[0], base, 0, MAX_ROW, row_class)
+    settle_factors(row_logs, row_live, live_entries / max(1, n_rows), gains, CENTRE, row_class)
+    bits[ROW] = factor_bits(row_class)
 
     channel_sums, tap_sums = np.zeros(channels, np.int64), np.zeros(taps, np.int64)
     channel_live, tap_live = np.zeros(channels, np.uint8), np.zeros(taps, np.uint8)
@@ -331,54 +328,102 @@ def choose_mode(
     for k in range(taps):
         tap_logs[k] = log_class(tap_sums[k] * max(1, n_taps) * cells / whole) + CENTRE
     low, high = CENTRE // 2, CENTRE + CENTRE // 2 - 1  # so that a channel and a tap add up in range
-    try_taps, both = np.zeros(taps, np.uint16), np.zeros(cols, np.uint16)
-    set_factors(tap_logs, tap_live, i64(1), CENTRE, low, high, try_taps)
-    tap_bits = factor_bits(try_taps) if taps > 1 else 0.0
+    set_factors(tap_logs, tap_live, i64(1), CENTRE, low, high, tap_class)
+    tap_bits = factor_bits(tap_class) if taps > 1 else 0.0
     if taps > 1:
-        join_factors(np.full(channels, CENTRE, np.uint16), try_taps, both)
-        bits = row_bits + tap_bits
-        cost = structure_cost(symbols, cols, zero, try_rows, both, costs, every) + bits
-        if cost < best:
-            best, mode = cost, ROW_TAP
-    channel_step = best_step(n_channels, live_entries, gain, spread_of(channel_logs, channel_live))
-    try_channels = np.zeros(channels, np.uint16)
-    set_factors(channel_logs, channel_live, channel_step, CENTRE, low, high, try_channels)
+        bits[ROW_TAP] = bits[ROW] + tap_bits
+    sent[1] = best_step(n_channels, live_entries, gain, spread_of(channel_logs, channel_live))
+    set_factors(channel_logs, channel_live, sent[1], CENTRE, low, high, channel_class)
     settle_factors(
-        channel_logs, channel_live, live_entries / max(1, n_channels), gains, base, try_channels
+        channel_logs, channel_live, live_entries / max(1, n_channels), gains, base, channel_class
     )
-    join_factors(try_channels, try_taps, both)
-    bits = row_bits + factor_bits(try_channels) + tap_bits
-    cost = structure_cost(symbols, cols, zero, try_rows, both, costs, every) + bits
-    if cost < best:
-        best, mode = cost, ROW_CHANNEL_TAP
-    try_cols, col_step = try_channels, channel_step
+    bits[ROW_CHANNEL_TAP] = bits[ROW] + factor_bits(channel_class) + tap_bits
     if taps > 1:
         col_logs = np.zeros(cols, np.float64)
         for j in range(cols):
             col_logs[j] = log_class(col_sums[j] * max(1, n_cols) * cells / whole) + CENTRE
-        col_step = best_step(n_cols, live_entries, gain, spread_of(col_logs, col_live))
-        try_cols = np.zeros(cols, np.uint16)
-        set_factors(col_logs, col_live, col_step, CENTRE, 0, 2 * CENTRE - 1, try_cols)
-        settle_factors(col_logs, col_live, live_entries / max(1, n_cols), gains, base, try_cols)
-        bits = row_bits + factor_bits(try_cols)
-        cost = structure_cost(symbols, cols, zero, try_rows, try_cols, costs, every) + bits
-        if cost < best:
-            best, mode = cost, ROW_COLUMN
+        sent[2] = best_step(n_cols, live_entries, gain, spread_of(col_logs, col_live))
+        set_factors(col_logs, col_live, sent[2], CENTRE, 0, 2 * CENTRE - 1, col_class)
+        settle_factors(col_logs, col_live, live_entries / max(1, n_cols), gains, base, col_class)
+        bits[ROW_COLUMN] = bits[ROW] + factor_bits(col_class)
+    return True
 
+
+@_njit
+def mode_classes(mode, base, row_class, channel_class, tap_class, col_class, out_rows, out_cols):
+    """Write the classes of rows and columns, uint16, that a mode gives by the factors proposed."""
     if mode == NONE:
-        row_class[0] = base
-        return NONE
-    row_class[:] = try_rows
-    sent[0], sent[2] = row_step, base
-    if mode in (ROW_TAP, ROW_CHANNEL_TAP):
-        tap_class[:] = try_taps
-    if mode == ROW_CHANNEL_TAP:
-        for c in range(channels):
-            col_class[c * taps] = try_channels[c]
-        sent[1] = channel_step
-    elif mode == ROW_COLUMN:
-        col_class[:] = try_cols
-        sent[1] = col_step
+        out_rows[:] = base
+    else:
+        out_rows[:] = row_class
+    if mode in (NONE, ROW):
+        out_cols[:] = CENTRE
+    elif mode == ROW_TAP:
+        join_factors(np.full(channel_class.size, CENTRE, np.uint16), tap_class, out_cols)
+    elif mode == ROW_CHANNEL_TAP:
+        join_factors(channel_class, tap_class, out_cols)
+    else:
+        out_cols[:] = col_class
+
+
+@_njit
+def cheapest_mode(costs, rows, every, bits):
+    """Return the mode of least bits, given costs int64 [5] of the rows that were looked at."""
+    share = rows / ((rows + every - 1) // every)
+    best, mode = 1e300, NONE
+    for m in range(bits.size):
+        if bits[m] < np.inf:
+            total = costs[m] / COST_UNIT * share + bits[m]
+            if total < best:
+                best, mode = total, m
+    return mode
+
+
+@_njit
+def choose_mode(
+    symbols,
+    residual,
+    values,
+    scale,
+    unit,
+    rows,
+    cols,
+    taps,
+    costs,
+    gains,
+    row_class,
+    channel_class,
+    tap_class,
+    col_class,
+    out_rows,
+    out_cols,
+    sent,
+):
+    """Choose how the classes of one tensor are given, and return the mode.
+
+    Arguments are those of `propose_factors`; out_rows and out_cols get the classes.
+    """
+    zero = values.size // 2
+    row_sums, col_sums = np.zeros(rows, np.int64), np.zeros(cols, np.int64)
+    row_live, col_live = np.zeros(rows, np.uint8), np.zeros(cols, np.uint8)
+    live_flags(symbols, cols, zero, row_live, col_live)
+    if row_live.any():
+        magnitude_sums(symbols, residual, values, scale, unit, cols, row_sums, col_sums)
+    cells = np.float64(scale) * unit / 4096.0
+    bits, totals = np.zeros(5, np.float64), np.zeros(5, np.int64)
+    factors = row_class, channel_class, tap_class, col_class
+    mode = NONE
+    if propose_factors(
+        row_sums, col_sums, row_live, col_live, cells, gains, taps, *factors, bits, sent
+    ):
+        for m in range(5):
+            if bits[m] < np.inf:
+                mode_classes(m, sent[3], *factors, out_rows, out_cols)
+                totals[m] = structure_cost(symbols, cols, zero, out_rows, out_cols, costs, sent[4])
+        mode = cheapest_mode(totals, rows, sent[4], bits)
+        if mode == NONE:
+            row_class[0] = sent[3]
+    mode_classes(mode, i64(row_class[0]), *factors, out_rows, out_cols)
     return mode
 
 
@@ -546,8 +591,8 @@ def read_mode(odds, state, data):
 
 
 @_njit
-def code_tensor(mode, row_class, col_class, tap_class, sent, odds, state, data):
-    """Code how the classes of one tensor are given (see `choose_mode`)."""
+def code_tensor(mode, row_class, channel_class, tap_class, col_class, sent, odds, state, data):
+    """Code how the classes of one tensor are given (see `propose_factors`)."""
     code_mode(mode, odds, state, data)
     if mode == NONE:
         dead = 1 if row_class[0] >= DEAD else 0
@@ -555,18 +600,18 @@ def code_tensor(mode, row_class, col_class, tap_class, sent, odds, state, data):
         if not dead:
             code_number(i64(row_class[0]), 8, odds, NUMBER_CONTEXTS, state, data)
         return
-    base = sent[2]
+    base = sent[3]
     code_number(base, 8, odds, NUMBER_CONTEXTS, state, data)
     code_step(sent[0], ROWS, odds, state, data)
     code_factors(row_class, 1, base, sent[0], ROWS, odds, state, data)
     if mode == ROW_CHANNEL_TAP:
         code_step(sent[1], CHANNELS, odds, state, data)
-        code_factors(col_class, tap_class.size, CENTRE, sent[1], CHANNELS, odds, state, data)
+        code_factors(channel_class, 1, CENTRE, sent[1], CHANNELS, odds, state, data)
     if (mode in (ROW_TAP, ROW_CHANNEL_TAP)) and tap_class.size > 1:
         code_factors(tap_class, 1, CENTRE, 1, TAPS, odds, state, data)
     if mode == ROW_COLUMN:
-        code_step(sent[1], COLUMNS, odds, state, data)
-        code_factors(col_class, 1, CENTRE, sent[1], COLUMNS, odds, state, data)
+        code_step(sent[2], COLUMNS, odds, state, data)
+        code_factors(col_class, 1, CENTRE, sent[2], COLUMNS, odds, state, data)
 
 
 @_njit
@@ -629,7 +674,7 @@ def choose_structure(
     joined afterwards. counts int64 [DEAD, K] gets the update's counts; of_tensor is a list that
     gets each tensor's, int32 [classes, K + 1], whose last column holds the class of the row.
     """
-    sent = np.zeros(3, np.int64)
+    sent = np.zeros(5, np.int64)
     for t in range(rows.size):
         begin, end = offsets[t], offsets[t + 1]
         if end == begin:
@@ -637,8 +682,12 @@ def choose_structure(
             continue
         of_rows = row_class[row_at[t] : row_at[t + 1]]
         of_cols = col_class[col_at[t] : col_at[t + 1]]
-        of_taps = np.zeros(taps[t], np.uint16)
-        of_cols[:] = CENTRE
+        factors = (
+            np.zeros(rows[t], np.uint16),
+            np.zeros(cols[t] // taps[t], np.uint16),
+            np.zeros(taps[t], np.uint16),
+            np.zeros(cols[t], np.uint16),
+        )
         part = symbols[begin:end]
         mode = choose_mode(
             part,
@@ -651,17 +700,13 @@ def choose_structure(
             taps[t],
             costs,
             gains,
+            *factors,
             of_rows,
             of_cols,
-            of_taps,
             sent,
         )
-        code_tensor(mode, of_rows, of_cols, of_taps, sent, odds, state, data)
+        code_tensor(mode, *factors, sent, odds, state, data)
         modes[t] = mode
-        if mode == NONE:
-            of_rows[:] = of_rows[0]
-        elif mode in (ROW_TAP, ROW_CHANNEL_TAP):
-            join_factors(of_cols[:: taps[t]].copy(), of_taps, of_cols)
         low, high = class_range(of_rows, of_cols)
         halves = np.zeros((2, max(0, high - low + 1), counts.shape[1]), np.int32)
         count_classes(part, cols[t], of_rows, of_cols, low, halves)
@@ -670,8 +715,17 @@ def choose_structure(
             mine[q, counts.shape[1]] = low + q
             for k in range(counts.shape[1]):
                 mine[q, k] = halves[0, q, k] + halves[1, q, k]
-                counts[low + q, k] += mine[q, k]
+        add_classes(mine, counts)
         of_tensor.append(mine)
+
+
+@_njit
+def add_classes(mine, counts):
+    """Add one tensor's symbols by class, int32 [classes, K + 1], to counts [DEAD, K]."""
+    k_max = counts.shape[1]
+    for q in range(mine.shape[0]):
+        for k in range(k_max):
+            counts[mine[q, k_max], k] += mine[q, k]
 
 
 @_njit

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 FLOAT_DTYPES = frozenset(map(np.dtype, ("float16", "float32", "float64")))
 _STRIDED = "torch.strided"  # how torch calls a dense tensor
+TENSOR_FLOAT32 = "torch.float32"  # and one of floats
 RAW_DTYPES = FLOAT_DTYPES | frozenset(
     map(
         np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -60,14 +61,18 @@ class Layout:
         """
         if isinstance(like, Layout):
             return like
-        arrays = [
-            value if isinstance(value, np.ndarray | np.generic) else _as_array(name, value)
-            for name, value in like.items()
-        ]
-        dtypes = [array.dtype for array in arrays]
+        shapes, dtypes = [], []
+        for name, value in like.items():
+            if is_tensor(value):
+                check_tensor(name, value)
+                dtypes.append(_tensor_dtype(name, value))
+            else:
+                value = value if isinstance(value, np.ndarray | np.generic) else np.asarray(value)
+                dtypes.append(value.dtype)
+            shapes.append(tuple(value.shape))
         if not RAW_DTYPES.issuperset(dtypes):
             dtypes = [_travelling(name, dtype) for name, dtype in zip(like, dtypes, strict=True)]
-        return cls(tuple(like), tuple([array.shape for array in arrays]), tuple(dtypes))
+        return cls(tuple(like), tuple(shapes), tuple(dtypes))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -226,8 +231,7 @@ def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     TypeError
         If the update is no mapping, or an entry's dtype is none of those.
     """
-    if not isinstance(update, Mapping):
-        raise TypeError(f"update must be a mapping of names to arrays, got {type(update).__name__}")
+    check_mapping(update)
     arrays = {
         name: value if isinstance(value, np.ndarray) else _as_array(name, value)
         for name, value in update.items()
@@ -240,21 +244,50 @@ def as_arrays(update: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     }
 
 
+def check_mapping(update: object) -> None:
+    """Raise TypeError where an update is no mapping."""
+    if not isinstance(update, Mapping):
+        raise TypeError(f"update must be a mapping of names to arrays, got {type(update).__name__}")
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether a value is a torch tensor, by its manners: torch is not imported here."""
+    return hasattr(value, "detach")
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raise TypeError where a torch tensor has no data."""
+    if getattr(value, "is_meta", False):
+        raise TypeError(
+            f"tensor must hold data, got one on the meta device in {name!r}; load the weights"
+        )
+
+
+def dense_tensor(value: Any) -> Any:
+    """Return a torch tensor where it lies: detached, dense, float32 for bfloat16."""
+    value = value.detach()
+    if str(getattr(value, "layout", _STRIDED)) != _STRIDED:  # an embedding's sparse gradient
+        value = value.to_dense()
+    return value.float() if str(value.dtype) == "torch.bfloat16" else value
+
+
+def _tensor_dtype(name: str, value: Any) -> np.dtype[Any]:
+    """Return NumPy's dtype of a torch tensor, float32 for bfloat16."""
+    name_of_dtype = str(value.dtype).removeprefix("torch.")
+    try:
+        dtype = np.dtype("float32" if name_of_dtype == "bfloat16" else name_of_dtype)
+    except TypeError:  # float8 and the like, which NumPy lacks
+        raise _dtype_error(name, value.dtype) from None
+    if dtype not in RAW_DTYPES:
+        raise _dtype_error(name, value.dtype)
+    return dtype
+
+
 def _as_array(name: str, value: Any) -> NDArray[Any]:
-    if hasattr(value, "detach"):  # a torch tensor, known by its manners: torch is not imported here
-        if getattr(value, "is_meta", False):
-            raise TypeError(
-                f"tensor must hold data, got one on the meta device in {name!r}; load the weights"
-            )
-        value = value.detach().cpu()
-        if str(getattr(value, "layout", _STRIDED)) != _STRIDED:  # an embedding's sparse gradient
-            value = value.to_dense()
-        if str(value.dtype) == "torch.bfloat16":
-            value = value.float()
-        try:
-            return np.asarray(value.numpy())
-        except TypeError:  # float8 and the like, which NumPy lacks
-            raise _dtype_error(name, value.dtype) from None
+    if is_tensor(value):
+        check_tensor(name, value)
+        _tensor_dtype(name, value)
+        return np.asarray(dense_tensor(value).cpu().numpy())
     return np.asarray(value)
 
 

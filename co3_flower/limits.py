@@ -7,17 +7,17 @@ no dense copy is made of what is coded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels
 from co3_flower.errors import PayloadError
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan
 
+Count: TypeAlias = Callable[[int], NDArray[np.int64]]
 _BLOCK = 2**16  # raw entries squared at a time
 
 
@@ -49,7 +49,7 @@ def check_magnitudes(
     layout: Layout,
     plan: Plan,
     values: NDArray[np.float32],
-    symbols: NDArray[np.uint8],
+    count: Count,
     raw: Mapping[int, NDArray[Any]],
     limit: float,
 ) -> None:
@@ -63,8 +63,8 @@ def check_magnitudes(
         Of the payload.
     values : float32 [tensor in coding order, symbol]
         What the symbols stand for.
-    symbols : uint8 [entry]
-        Those of all coded tensors and buffers.
+    count : callable
+        How often each symbol occurs in a coded tensor or buffer, by its number in coding order.
     raw : mapping of int to array
         Raw tensors by layout position.
     limit : float
@@ -81,7 +81,7 @@ def check_magnitudes(
         if array.dtype in FLOAT_DTYPES
     }
     for j in np.flatnonzero(values.max(axis=1, initial=0) > limit).tolist():
-        used = _counts(symbols, plan, j, values.shape[1]) > 0
+        used = count(j) > 0
         largest[plan.order[j]] = float(np.abs(values[j, used]).max(initial=0))
     for i, magnitude in largest.items():
         if magnitude > limit:
@@ -96,7 +96,7 @@ def update_norm(
     layout: Layout,
     plan: Plan,
     values: NDArray[np.float32],
-    symbols: NDArray[np.uint8],
+    count: Count,
     raw: Mapping[int, NDArray[Any]],
 ) -> float:
     """Return the L2 norm over the named tensors: of coded ones, from how often each symbol occurs.
@@ -116,7 +116,7 @@ def update_norm(
     with np.errstate(under="ignore"):
         for j in coded:
             row = values[j] / np.float64(largest)
-            squares += (_counts(symbols, plan, j, row.size) * np.square(row)).tolist()
+            squares += (count(j) * np.square(row)).tolist()
         for array in others:
             for k in range(0, array.size, _BLOCK):
                 squares.append(float(np.square(array[k : k + _BLOCK] / np.float64(largest)).sum()))
@@ -128,7 +128,7 @@ def limit_norm(
     layout: Layout,
     plan: Plan,
     values: NDArray[np.float32],
-    symbols: NDArray[np.uint8],
+    count: Count,
     raw: Mapping[int, NDArray[Any]],
 ) -> None:
     """Refuse an update that is too long, or scale its values down in place: ``y = f32(c * y)``.
@@ -142,7 +142,7 @@ def limit_norm(
     PayloadError
         When the norm is above the limit and `clip` is false.
     """
-    norm = update_norm(limit.names, layout, plan, values, symbols, raw)
+    norm = update_norm(limit.names, layout, plan, values, count, raw)
     if norm <= limit.max_norm:
         return
     if not limit.clip:
@@ -179,16 +179,13 @@ def limit_arrays(
     """
     layout = Layout.of(arrays)
     plan = layout.plan((Kind.RAW,) * len(layout), 1)
-    symbols, values = np.empty(0, np.uint8), np.empty((0, 1), np.float32)
-    raw = dict(enumerate(arrays.values()))
-    check_magnitudes(layout, plan, values, symbols, raw, max_magnitude)
+    values, raw = np.empty((0, 1), np.float32), dict(enumerate(arrays.values()))
+    check_magnitudes(layout, plan, values, _count_nothing, raw, max_magnitude)
     if norm_limit is not None:
         raw = {i: a.copy() if layout.names[i] in norm_limit.names else a for i, a in raw.items()}
-        limit_norm(norm_limit, layout, plan, values, symbols, raw)
+        limit_norm(norm_limit, layout, plan, values, _count_nothing, raw)
         arrays.update(zip(layout.names, raw.values(), strict=True))
 
 
-def _counts(symbols: NDArray[np.uint8], plan: Plan, j: int, num_values: int) -> NDArray[np.int64]:
-    counts = np.empty(num_values, np.int64)
-    kernels.count_symbols(symbols[plan.offsets[j] : plan.offsets[j + 1]], num_values, counts)
-    return counts
+def _count_nothing(j: int) -> NDArray[np.int64]:
+    raise AssertionError(f"no tensor is coded, got one at {j}")

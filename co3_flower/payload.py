@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from co3_flower import kernels_side, laws
 from co3_flower.bitstream import (
+    MAX_STREAMS,
     MIN_CHUNK_SYMBOLS,
     Tables,
     pack_tables,
@@ -36,7 +37,6 @@ SCHEME_CO3, SCHEME_NONE = 0, 1
 CODERS = (HuffmanTables, RansTables)  # by the header's coder byte
 WORDS = (np.dtype("<u4"), np.dtype("<u2"))  # of their code
 BUFFER_FORMAT = FloatFormat.parse("e4m3")
-MAX_STREAMS = 255
 
 # magic, version, scheme, flags, coder, format, streams, tables, layout digest, min_numel, symbols
 # per chunk, bytes of structure, bytes of tables, words of code, bytes of raw tensors

@@ -15,15 +15,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower import kernels, kernels_rate
-from co3_flower.bitstream import CHUNK_BITS, NUM_STREAMS, chunk_size, run_parts, split_evenly
+from co3_flower import kernels_rate
+from co3_flower.bitstream import CHUNK_BITS, chunk_size
 from co3_flower.config import CodecConfig
+from co3_flower.dense import Dense, Flat
 from co3_flower.formats import FloatFormat
 from co3_flower.huffman import MAX_LENGTH, HuffmanTables
 from co3_flower.kernels_rans import NUM_STATES
 from co3_flower.layout import Kind, Layout, Plan
-from co3_flower.payload import BUFFER_FORMAT, NUM_FRAME_BYTES, scale_limits
-from co3_flower.quantize import kernel_format, rule_table
+from co3_flower.payload import BUFFER_FORMAT, NUM_FRAME_BYTES
 from co3_flower.stats import entropy_bits
 from co3_flower.tables import LAWS, CodeTables, Converted, choose_tables
 
@@ -41,7 +41,7 @@ _SEARCH_TOLERANCE = 5e-4  # of the foretold size
 _STEP = 1.05  # between factors whose foretold sizes give a slope
 _MAX_REACH = 8.0  # such steps that the slope is trusted for
 _MAX_STEPS = 200  # octaves and half octaves of the factor: more than float32 has
-_HUFFMAN_PADDING = 16.0 * NUM_STREAMS  # bits of a chunk: half a word at the end of each stream
+_STREAM_PADDING = 16.0  # bits: half a word at the end of each stream of Huffman codes
 _STATE_BITS = 32.0 * NUM_STATES  # of a chunk's rANS states as sent
 _EMPTY_STATE_BITS = 24.0 * NUM_STATES  # of them that carry no code, on average
 
@@ -52,6 +52,8 @@ class Measured:
 
     Attributes
     ----------
+    dense : Dense
+        Where it lives.
     layout, plan : Layout, Plan
         The update.
     config : CodecConfig
@@ -67,11 +69,12 @@ class Measured:
         tensor; the last one, all small tensors times their scales.
     """
 
+    dense: Dense
     layout: Layout
     plan: Plan
     config: CodecConfig
-    v: NDArray[np.float32]
-    symbols: NDArray[np.uint8]
+    v: Flat
+    symbols: Flat
     coded: Converted
     buffers: Converted
     above: NDArray[np.uint32]
@@ -108,8 +111,9 @@ class Measured:
 
 
 def measure_update(
-    v: NDArray[np.float32],
-    memory: NDArray[np.float32],
+    dense: Dense,
+    v: Flat,
+    memory: Flat,
     gammas: NDArray[np.float32],
     layout: Layout,
     plan: Plan,
@@ -120,6 +124,8 @@ def measure_update(
 
     Parameters
     ----------
+    dense : Dense
+        Where the update lives.
     v, memory : float32 [n]
         Update and residual in coding order; the residual may be empty.
     gammas : float32 [tensors]
@@ -140,25 +146,14 @@ def measure_update(
     fmt = config.float_format
     coded = Converted.empty(fmt, sizes[: plan.num_coded])
     buffers = Converted.empty(BUFFER_FORMAT, sizes[plan.num_coded :])
-    symbols = np.empty(v.size, np.uint8)
+    symbols = dense.symbol_array(plan.num_symbols)
     above = np.zeros((plan.num_own + 1, kernels_rate.NUM_BINS + 1), np.uint32)
-
-    def measure(first: int, last: int) -> None:
-        kernels_rate.measure_tensors(
-            first, last, v, memory, gammas, plan.offsets, kernel_format(fmt),
-            kernels.RULES.index(config.scale), rule_table(config.scale, fmt), plan.num_own,
-            coded.scales, coded.fits, coded.sums, coded.events, above,
-        )  # fmt: skip
-
-    run_parts(measure, split_evenly(coded.sizes, config.num_threads), config.num_threads)
-    kernels_rate.measure_pool(v, plan.offsets, plan.num_own, coded.scales, above[-1])
-    kernels.convert_tensors(
-        0, plan.num_buffers, v, memory, gammas[plan.num_coded :], plan.offsets[plan.num_coded :],
-        kernel_format(BUFFER_FORMAT), kernels.RULES.index(buffer_rule), 1.0,
-        rule_table(buffer_rule, BUFFER_FORMAT), symbols, buffers.scales, buffers.fits,
-        buffers.counts, buffers.sums, buffers.events,
-    )  # fmt: skip
-    return Measured(layout, plan, config, v, symbols, coded, buffers, above)
+    split = plan.num_coded
+    dense.measure(v, memory, gammas[:split], plan.offsets[: split + 1], coded, config.scale, above)
+    dense.convert(
+        v, memory, gammas[split:], plan.offsets[split:], buffers, buffer_rule, 1.0, symbols
+    )
+    return Measured(dense, layout, plan, config, v, symbols, coded, buffers, above)
 
 
 @dataclass(frozen=True)
@@ -177,8 +172,8 @@ class Conversion:
         As `choose_tables` gives them.
     """
 
-    residual: NDArray[np.float32]
-    symbols: NDArray[np.uint8]
+    residual: Flat
+    symbols: Flat
     coded: Converted
     buffers: Converted
     choices: list[CodeTables]
@@ -209,11 +204,11 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
     """
     full: dict[float, float] = {}  # factor -> size
     factor = last = _first_factor(measured, num_bytes, raw_bytes)
-    is_small = measured.v.size < _SMALL
-    tolerance = (LARGE_TOLERANCE if measured.v.size >= _LARGE else TOLERANCE) * num_bytes
+    is_small = measured.plan.num_symbols < _SMALL
+    tolerance = (LARGE_TOLERANCE if measured.plan.num_symbols >= _LARGE else TOLERANCE) * num_bytes
     for _ in range(MAX_SMALL_CONVERSIONS if is_small else MAX_CONVERSIONS):
         conversion, last = convert_at(measured, factor), factor
-        full[factor] = _size(conversion, measured.plan, raw_bytes)
+        full[factor] = _size(conversion, measured, raw_bytes)
         best = min(full, key=lambda each: abs(full[each] - num_bytes))
         if abs(full[best] - num_bytes) <= tolerance:
             break
@@ -230,7 +225,7 @@ def convert_to_size(measured: Measured, num_bytes: float, raw_bytes: int) -> Con
             steadier = replace(config, structure="none")
     if steadier is not None:
         other = convert_to_size(replace(measured, config=steadier), num_bytes, raw_bytes)
-        if abs(_size(other, measured.plan, raw_bytes) - num_bytes) < abs(full[best] - num_bytes):
+        if abs(_size(other, measured, raw_bytes) - num_bytes) < abs(full[best] - num_bytes):
             return other
     return conversion if best == last else convert_at(measured, best)
 
@@ -243,39 +238,40 @@ def convert_at(measured: Measured, factor: float) -> Conversion:
         fmt, base.sizes, base.scales.copy(), base.fits, np.zeros_like(base.counts),
         base.sums.copy(), base.events.copy(),
     )  # fmt: skip
-    residual = np.empty_like(measured.v)
-    symbols = np.empty_like(measured.symbols)
-    behind = slice(int(plan.offsets[plan.num_coded]), None)
-    residual[behind], symbols[behind] = measured.v[behind], measured.symbols[behind]
-
-    def convert(first: int, last: int) -> None:
-        kernels_rate.convert_scaled(
-            first, last, measured.v, residual, plan.offsets, kernel_format(fmt), factor,
-            scale_limits(fmt)[0], base.scales, symbols, coded.scales, coded.fits, coded.counts,
-            coded.sums, coded.events,
-        )  # fmt: skip
-
-    run_parts(convert, split_evenly(base.sizes, config.num_threads), config.num_threads)
+    residual, symbols = measured.dense.convert_scaled(
+        measured.v, measured.symbols, plan.offsets[: plan.num_coded + 1], factor, base, coded
+    )
     choices = choose_tables(
-        measured.layout, plan, coded, measured.buffers, symbols, residual,
-        config.prior, config.coder, config.structure,
+        measured.layout, plan, coded, measured.buffers, symbols, residual, config,
+        measured.dense.choose_modes,
     )  # fmt: skip
     return Conversion(residual, symbols, coded, measured.buffers, choices)
 
 
-def estimate_bytes(choice: CodeTables, plan: Plan, raw_bytes: int) -> float:
+def estimate_bytes(choice: CodeTables, plan: Plan, raw_bytes: int, num_streams: int) -> float:
     """Return about the bytes of a payload from its tables, before anything is coded."""
     num_chunks = -(-plan.num_symbols // chunk_size(plan.num_symbols, choice.num_code_bits))
     bits = float(choice.num_bits)
-    if isinstance(choice.tables, HuffmanTables):
-        bits += num_chunks * _HUFFMAN_PADDING
+    is_huffman = isinstance(choice.tables, HuffmanTables)
+    if is_huffman:
+        bits += num_chunks * num_streams * _STREAM_PADDING
     else:
         bits += max(num_chunks * _EMPTY_STATE_BITS, num_chunks * _STATE_BITS - bits)
-    return _fixed_bytes(plan, raw_bytes) + num_chunks * 2.0 + bits / 8.0
+    lengths = num_chunks * _length_bytes(is_huffman, num_streams)
+    return _fixed_bytes(plan, raw_bytes) + lengths + bits / 8.0
 
 
-def _size(conversion: Conversion, plan: Plan, raw_bytes: int) -> float:
-    return min(estimate_bytes(choice, plan, raw_bytes) for choice in conversion.choices)
+def _length_bytes(is_huffman: bool, num_streams: int) -> float:
+    """About the bytes of a chunk's stream lengths."""
+    return float(num_streams) if is_huffman else 2.0
+
+
+def _size(conversion: Conversion, measured: Measured, raw_bytes: int) -> float:
+    num_streams = measured.config.num_streams
+    return min(
+        estimate_bytes(choice, measured.plan, raw_bytes, num_streams)
+        for choice in conversion.choices
+    )
 
 
 def least_bytes(plan: Plan, raw_bytes: int) -> int:
@@ -299,8 +295,11 @@ def _foretell(measured: Measured, factor: float, raw_bytes: int) -> tuple[float,
     bits, live, largest = map(float, foretold)
     bits += measured.buffer_bits
     num_chunks = max(1.0, bits / CHUNK_BITS) if measured.plan.num_symbols else 0.0
-    bits += num_chunks * (_HUFFMAN_PADDING if is_huffman else _EMPTY_STATE_BITS)
-    return _fixed_bytes(measured.plan, raw_bytes) + 2.0 * num_chunks + bits / 8.0, live, largest
+    num_streams = measured.config.num_streams
+    padding = num_streams * _STREAM_PADDING if is_huffman else _EMPTY_STATE_BITS
+    bits += num_chunks * padding
+    lengths = num_chunks * _length_bytes(is_huffman, num_streams)
+    return _fixed_bytes(measured.plan, raw_bytes) + lengths + bits / 8.0, live, largest
 
 
 def _first_factor(measured: Measured, num_bytes: float, raw_bytes: int) -> float:
@@ -311,7 +310,7 @@ def _first_factor(measured: Measured, num_bytes: float, raw_bytes: int) -> float
         return factor
     points: dict[float, float] = {}
     for _ in range(_SAMPLE_CONVERSIONS):
-        ratio = _size(convert_at(sample, factor), sample.plan, 0) / _foretell(sample, factor, 0)[0]
+        ratio = _size(convert_at(sample, factor), sample, 0) / _foretell(sample, factor, 0)[0]
         points[factor] = ratio * _foretell(measured, factor, raw_bytes)[0]
         off = abs(points[factor] - num_bytes)
         factor = _next_factor(measured, points, num_bytes, raw_bytes)
@@ -369,15 +368,17 @@ def _sample(measured: Measured) -> Measured | None:
     shapes = [measured.layout.shapes[plan.order[t]] for t in chosen]
     layout = Layout(tuple(names), tuple(shapes), (np.dtype(np.float32),) * len(chosen))
     bounds = plan.offsets
-    v = np.concatenate([measured.v[bounds[t] : bounds[t + 1]] for t in chosen])
+    v = measured.dense.take(measured.v, [(int(bounds[t]), int(bounds[t + 1])) for t in chosen])
     base = measured.coded
     coded = Converted(
         base.fmt, base.sizes[chosen], base.scales[chosen], base.fits[chosen], base.counts[chosen],
         base.sums[chosen], base.events[chosen],
     )  # fmt: skip
+    plan = layout.plan((Kind.CODED,) * len(chosen), plan.min_numel)
     return Measured(
-        layout, layout.plan((Kind.CODED,) * len(chosen), plan.min_numel), measured.config, v,
-        np.empty(v.size, np.uint8), coded, Converted.empty(BUFFER_FORMAT, np.zeros(0, np.int64)),
+        measured.dense, layout, plan, measured.config, v,
+        measured.dense.symbol_array(plan.num_symbols), coded,
+        Converted.empty(BUFFER_FORMAT, np.zeros(0, np.int64)),
         np.concatenate([measured.above[chosen], np.zeros_like(measured.above[:1])]),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ update. See `kernels_structure`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -108,10 +108,11 @@ def choose_structure(
     layout: Layout,
     plan: Plan,
     fmt: FloatFormat,
-    symbols: NDArray[np.uint8],
-    residual: NDArray[np.float32],
+    symbols: Any,
+    residual: Any,
     scales: NDArray[np.float32],
     mean_magnitudes: NDArray[np.float64],
+    choose_modes: Callable[..., None] = kernels.choose_structure,
 ) -> tuple[Structure, NDArray[np.int64]]:
     """Choose the classes of every coded tensor.
 
@@ -129,6 +130,8 @@ def choose_structure(
         Multipliers before conversion.
     mean_magnitudes : float64 [tensors]
         Mean of |v| over the entries that are not zero, the unit of fixed-point sums.
+    choose_modes : callable
+        ``kernels_structure.choose_structure``, or the like of it where symbols and residual live.
 
     Returns
     -------
@@ -146,7 +149,7 @@ def choose_structure(
     of_tensor = List.empty_list(int32[:, ::1])
     data = np.zeros(4096 + 8 * (row_class.size + col_class.size + rows.size), np.uint8)
     state, odds = kernels_side.start_coding(), kernels.new_odds()
-    kernels.choose_structure(
+    choose_modes(
         symbols, residual, plan.offsets, scales, units, rows, cols, taps, fmt.values, costs, gains,
         row_at, row_class, col_at, col_class, modes, counts, of_tensor, data, state, odds,
     )  # fmt: skip

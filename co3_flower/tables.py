@@ -6,7 +6,7 @@ buffers another. Equal tables are sent once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from co3_flower import kernels
 from co3_flower.bitstream import (
     CHUNK_BITS,
-    NUM_STREAMS,
     Tables,
     pack_tables,
     structured_bits,
 )
+from co3_flower.config import CodecConfig
 from co3_flower.formats import FloatFormat
 from co3_flower.huffman import HuffmanTables
 from co3_flower.laws import fit_law, law_weights, nearest_laws
@@ -151,11 +151,10 @@ def choose_tables(
     plan: Plan,
     coded: Converted,
     buffers: Converted,
-    symbols: NDArray[np.uint8],
-    residual: NDArray[np.float32],
-    prior: str,
-    coder: str,
-    structure: str,
+    symbols: Any,
+    residual: Any,
+    config: CodecConfig,
+    choose_modes: Callable[..., None],
 ) -> list[CodeTables]:
     """Make the code tables that the settings ask for.
 
@@ -169,8 +168,10 @@ def choose_tables(
         Flat symbols.
     residual : float32 [n]
         What is left of each entry after conversion.
-    prior, coder, structure : str
-        As in `CodecConfig`; ``auto`` takes what is smallest.
+    config : CodecConfig
+        Whose prior, coder, structure and streams count; ``auto`` takes what is smallest.
+    choose_modes : callable
+        As for `choose_structure`.
 
     Returns
     -------
@@ -178,17 +179,19 @@ def choose_tables(
         All that may make the smallest payload: of one the size is clear, of several only the
         streams' padding decides.
     """
-    priors = ("empirical", *LAWS) if prior == "auto" else (prior,)
+    coder = config.coder
+    priors = ("empirical", *LAWS) if config.prior == "auto" else (config.prior,)
     choices = [_make_tables(plan, coded, buffers, (each,), coder) for each in priors]
     if len(priors) > 1:
         choices.append(_make_tables(plan, coded, buffers, priors, coder))
-    if structure == "auto" and is_worth_a_try(layout, plan):
+    if config.structure == "auto" and is_worth_a_try(layout, plan):
         classes, counts = choose_structure(
-            layout, plan, coded.fmt, symbols, residual, coded.scales, coded.fits[:, 3]
-        )
+            layout, plan, coded.fmt, symbols, residual, coded.scales, coded.fits[:, 3],
+            choose_modes,
+        )  # fmt: skip
         choices.append(_structured_tables(classes, counts, buffers, coder))
     least = min(choice.num_bits for choice in choices)
-    padding = 64 * NUM_STREAMS * (1 + least // CHUNK_BITS)
+    padding = 64 * config.num_streams * (1 + least // CHUNK_BITS)
     return [choice for choice in choices if choice.num_bits <= least + padding]
 
 

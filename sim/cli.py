@@ -130,6 +130,16 @@ def register(app: typer.Typer, root: Path) -> None:
                 help="Go on with a run that was ended, killed or failed, with its own settings.",
             ),
         ] = None,
+        gpus_per_client: Annotated[
+            float | None,
+            typer.Option(
+                "--gpus-per-client",
+                metavar="SHARE",
+                help="Share of a GPU for each client that trains, 0.1 for ten at a time on one"
+                " (default: one GPU shared by as many as there are CPU cores). None is used where"
+                " there is none, or with device='cpu'.",
+            ),
+        ] = None,
     ) -> None:
         r"""Train a network federatedly, and count the bits.
 
@@ -144,16 +154,18 @@ def register(app: typer.Typer, root: Path) -> None:
         The exit code is 0 for a completed run, 1 for one that failed, 2 for a wrong setting, 130
         after Ctrl-C.
         """
+        if gpus_per_client is not None:
+            check_gpu_share(gpus_per_client, federation)
         if resume is not None:
             if config or override or num_clients or federation:
                 raise ConfigError(
                     "--resume must stand alone, got other options; a run goes on with its own"
                     " settings (on a federation: the same ones, and -c 'resume=true')"
                 )
-            summary = run_experiment(root, resumed_settings(resume), Console())
+            summary = run_experiment(root, resumed_settings(resume), Console(), gpus_per_client)
         elif federation is None:
             settings = resolve_settings(config, override or [], num_clients, Path.cwd())
-            summary = run_experiment(root, settings, Console())
+            summary = run_experiment(root, settings, Console(), gpus_per_client)
         else:
             settings = resolve_remote_settings(config, override or [], num_clients)
             summary = run_on_federation(root, settings, federation, Console())
@@ -545,7 +557,9 @@ def _settle(values: Mapping[str, Value], folder: Path) -> Settings:
     return settings
 
 
-def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
+def run_experiment(
+    root: Path, settings: Settings, console: Console, gpus_per_client: float | None = None
+) -> Row:
     """Run one experiment on an engine of its own and return its summary.
 
     Parameters
@@ -556,6 +570,8 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
         With absolute paths and a number of clients, as `resolve_settings` gives them.
     console : rich.console.Console
         Where the progress bar goes.
+    gpus_per_client : float, optional
+        Share of a GPU for each client that trains; see `gpu_share`.
 
     Raises
     ------
@@ -582,7 +598,7 @@ def run_experiment(root: Path, settings: Settings, console: Console) -> Row:
                 settings.as_run_config(),
                 num_clients=settings.num_clients,
                 num_cpus=num_processes,
-                gpu_share=_gpu_share(settings.device, num_processes),
+                gpu_share=gpu_share(settings.device, num_processes, gpus_per_client),
             )
             _follow(
                 engine,
@@ -745,11 +761,22 @@ def _check_buffers(settings: Settings) -> None:
         )
 
 
-def _gpu_share(device: str, num_processes: int) -> float:
+def check_gpu_share(gpus_per_client: float, federation: str | None) -> None:
+    """Raise ConfigError for a share of a GPU that cannot be, or that nothing here hands out."""
+    if not 0.0 < gpus_per_client <= 1.0:
+        raise ConfigError(f"--gpus-per-client must be above 0 and at most 1, got {gpus_per_client}")
+    if federation is not None:
+        raise ConfigError(
+            "--gpus-per-client must be left out with --federation, whose SuperNodes have their own"
+            f" machines, got {gpus_per_client}"
+        )
+
+
+def gpu_share(device: str, num_processes: int, gpus_per_client: float | None) -> float:
     """Return the share of the GPU for each training process; Ray hides it from those with none."""
     if device == "cpu" or (device == "auto" and shutil.which("nvidia-smi") is None):
         return 0.0
-    return round(1 / num_processes, 4)
+    return gpus_per_client or round(1 / num_processes, 4)
 
 
 @contextmanager

@@ -123,3 +123,36 @@ def test_many_clients_are_run_and_watched(tmp_path: Path) -> None:
     assert row["driver MiB"] > 50
     assert 1 <= row["clients with files"] <= 2
     assert row["files MiB"] > 0.3
+
+
+def test_gpu_benchmark_says_that_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    output = tmp_path / "results.jsonl"
+    module = importlib.import_module("benchmarks.gpu")
+    assert module.main(["--quick", "--output", str(output)]) == 0
+    assert capsys.readouterr().out == "no GPU to measure: torch sees no GPU; nothing was done\n"
+    assert not output.exists()
+
+
+def test_gpu_benchmark_measures_the_device_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    output = tmp_path / "results.jsonl"
+    module = importlib.import_module("benchmarks.gpu")
+    monkeypatch.setattr(module, "STREAMS", (2, 255))
+    arguments = ["--quick", "--repeats", "1", "--num-streams", "255", "--device", "cpu"]
+    assert module.main([*arguments, "--output", str(output)]) == 0
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert result["environment"]["device"] == "cpu"
+    names = [row[""] for row in result["rows"] if "" in row]
+    assert names == [
+        "co3 on the device", "memcpy on the device", "cast to float8", "co3 with numba",
+        "co3 on the device", "co3 with numba",
+    ]  # fmt: skip
+    few, many, _ = [row for row in result["rows"] if "streams" in row]
+    assert 0 < many["more than with 2"] < 0.1
+    assert many["bits/parameter"] > few["bits/parameter"]

@@ -1,6 +1,7 @@
 """The command `co3`: finding the checkout, merging settings, and saying what is wrong."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from typer.testing import CliRunner
 
 from co3_flower import ConfigError
 from co3_flower.cli import find_checkout, main, make_app
-from sim.cli import DEFAULT_NUM_CLIENTS, last_error, resolve_remote_settings, resolve_settings
+from sim.cli import (
+    DEFAULT_NUM_CLIENTS,
+    gpu_share,
+    last_error,
+    resolve_remote_settings,
+    resolve_settings,
+)
 from sim.engine import end_sessions, engine_processes, to_toml
 from sim.outputs import read_rows
 from sim.settings import parse_overrides, read_config_file
@@ -61,7 +68,15 @@ def test_help_lists_the_commands() -> None:
 def test_help_of_run_explains_every_option_and_the_exit_codes() -> None:
     code, text = call("run", "--help")
     assert code == 0
-    for part in ("CONFIG.toml", "--run-config", "-c", "--num-clients", "run-dir", "exit code"):
+    for part in (
+        "CONFIG.toml",
+        "--run-config",
+        "-c",
+        "--num-clients",
+        "--gpus-per-client",
+        "run-dir",
+        "exit code",
+    ):
         assert part in text
 
 
@@ -108,6 +123,54 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2_before_anything_starts(
     assert text.startswith(message)
     assert text.count("\n") == 1
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "share"),
+    [
+        ("auto", None, 0.25),  # one GPU for all that train at a time
+        ("cuda", None, 0.25),
+        ("auto", 0.1, 0.1),
+        ("cpu", 0.1, 0.0),
+    ],
+)
+def test_share_of_a_gpu_is_the_one_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: float | None, share: float
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert gpu_share(device, 4, asked) == share
+
+
+@pytest.mark.parametrize("asked", [None, 0.1])
+def test_no_share_of_a_gpu_is_asked_for_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, asked: float | None
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert gpu_share("auto", 4, asked) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus-per-client", "0"), "--gpus-per-client must be above 0 and at most 1, got 0.0"),
+        (("--gpus-per-client", "1.5"), "--gpus-per-client must be above 0 and at most 1, got 1.5"),
+        (
+            ("--gpus-per-client", "0.1", "--federation", "here"),
+            "--gpus-per-client must be left out with --federation",
+        ),
+    ],
+)
+def test_share_of_a_gpu_that_cannot_be_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    code, text = call_main(monkeypatch, capsys, "run", *arguments)
+    assert code == 2
+    assert text.startswith(f"error: {message}")
+    assert text.count("\n") == 1
 
 
 def test_settings_are_merged_option_over_override_over_file(tmp_path: Path) -> None:

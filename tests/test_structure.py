@@ -15,7 +15,8 @@ from fuzz.mutations import hostile_structure
 from co3_flower import CodecConfig, PayloadError, accumulate_update, decode_update, encode_update
 from co3_flower import kernels_structure as kernels
 from co3_flower import structure as structure_module
-from co3_flower.codec import EncodedUpdate, _decode_symbols, least_payload_bytes
+from co3_flower.codec import EncodedUpdate, least_payload_bytes
+from co3_flower.dense import HostDense
 from co3_flower.huffman import HuffmanTables
 from co3_flower.layout import Kind, Layout
 from co3_flower.payload import read_payload
@@ -184,7 +185,7 @@ def test_symbols_are_those_of_the_slow_decoder(
                 symbols += naive.decode_rans(stream, part, zero, parts.tables.frequencies.tolist())
             at += size
     assert parts.sizes.size > streams
-    assert symbols == _decode_symbols(parts, plan, 1).tolist()
+    assert symbols == HostDense(1).decode(parts, plan).tolist()
 
 
 # Laws
@@ -316,7 +317,7 @@ def large_tensors(gradient: Arrays) -> Arrays:
 def zstd_bytes(payload: bytes, update: Arrays) -> int:
     """What zstd -19 makes of the same symbols, a byte each."""
     parts, plan = read_payload(payload, Layout.of(update))
-    symbols = _decode_symbols(parts, plan, 1)
+    symbols = HostDense(1).decode(parts, plan)
     return len(zstandard.ZstdCompressor(level=19).compress(symbols.tobytes()))
 
 

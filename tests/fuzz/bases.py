@@ -90,11 +90,11 @@ def forced(structured: bool) -> Iterator[None]:
 
     def choose(*args: Any) -> list[tables.CodeTables]:
         with mock.patch.object(structure, "MIN_NUMEL", 1):
-            layout, plan, coded, buffers, symbols, residual, _, coder, _ = args
+            layout, plan, coded, buffers, symbols, residual, config, _ = args
             classes, counts = structure.choose_structure(
                 layout, plan, coded.fmt, symbols, residual, coded.scales, coded.fits[:, 3]
             )
-            return [tables._structured_tables(classes, counts, buffers, coder)]
+            return [tables._structured_tables(classes, counts, buffers, config.coder)]
 
     with contextlib.ExitStack() as stack:
         if structured:

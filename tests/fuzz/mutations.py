@@ -308,7 +308,7 @@ def hostile_structure(rng: np.random.Generator, layout: Layout) -> tuple[bytes, 
         values[rng.random(size) < rng.choice([0, 0.3, 1])] = k.DEAD
         return values
 
-    sent = np.array([1, 1, 128], np.int64)
+    sent = np.array([1, 1, 1, 128, 1], np.int64)
     for shape, numel in zip(layout.shapes, layout.numels, strict=True):
         if numel == 0:
             continue
@@ -317,11 +317,13 @@ def hostile_structure(rng: np.random.Generator, layout: Layout) -> tuple[bytes, 
             rows, cols, taps = shape[0], numel // shape[0], int(np.prod(shape[2:], dtype=np.int64))
         mode = int(rng.integers(5)) if rng.random() < 0.9 else 0
         sent[0], sent[1] = rng.choice([1, 2, 4], 2)
-        sent[2] = rng.integers(256) if rng.random() < 0.1 else rng.integers(64, 192)
-        k.code_tensor(
-            mode, factors(rows, int(sent[2])), factors(cols, 64), factors(taps, 64), sent,
-            odds, state, data,
+        sent[2] = sent[1]
+        sent[3] = rng.integers(256) if rng.random() < 0.1 else rng.integers(64, 192)
+        of_rows, of_cols, of_taps = (
+            factors(rows, int(sent[3])), factors(cols, 64), factors(taps, 64)
         )  # fmt: skip
+        of_channels = of_cols[::taps].copy()
+        k.code_tensor(mode, of_rows, of_channels, of_taps, of_cols, sent, odds, state, data)
     steps = rng.random(k.NUM_CLASSES) < rng.choice([0.0, 0.02, 0.02, 0.1, 1.0])
     steps[0] = False
     class_map = np.cumsum(steps).astype(np.int64)
