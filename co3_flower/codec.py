@@ -132,7 +132,7 @@ def encode_update(
     dense = dense_for(update, device, config.num_threads)
     arrays = dense.arrays(update)
     layout = Layout.of(arrays)
-    kinds = _choose_kinds(layout, config)
+    kinds = choose_kinds(layout, config)
     plan = layout.plan(kinds, layout.table_threshold(kinds, config.min_numel))
     raw = _raw_bytes(dense, arrays, layout, plan)
     given = _given_scales(scales, layout, plan, config)
@@ -358,7 +358,16 @@ def _check_bytes(payload: object) -> None:
         ) from None
 
 
-def _choose_kinds(layout: Layout, config: CodecConfig) -> tuple[Kind, ...]:
+def choose_kinds(layout: Layout, config: CodecConfig) -> tuple[Kind, ...]:
+    """Return each tensor's kind: raw where config or its dtype says so, else buffer or coded.
+
+    Raises
+    ------
+    ConfigError
+        When a tensor is chosen as raw and as a buffer.
+    ValueError
+        When a chosen one is not in the layout.
+    """
     raw, buffers = layout.select(config.raw, "raw"), layout.select(config.buffers, "buffers")
     if raw & buffers:
         names = ", ".join(repr(layout.names[i]) for i in sorted(raw & buffers))

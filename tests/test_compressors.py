@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from co3_flower.codec import decode_update, encode_update
-from co3_flower.compressors import COMPRESSORS, Compressor, make_compressor, settings_of
+from co3_flower.compressors import (
+    COMPRESSORS,
+    Compressor,
+    make_compressor,
+    rival_stats,
+    settings_of,
+)
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.layout import Layout, sub_layout
@@ -17,6 +25,7 @@ from co3_flower.layout import Layout, sub_layout
 NAMES = tuple(COMPRESSORS)
 RIVALS = tuple(name for name in NAMES if name not in ("co3", "none"))
 UNBIASED = ("qsgd", "onebit", "eden")  # E[decode(encode(x))] = x over round seeds
+FED_BACK = ("signsgd", "topk", "sidco", "stc", "powersgd")
 SKETCHES = tuple(name for name in NAMES if COMPRESSORS[name].is_sketch)
 
 
@@ -179,6 +188,76 @@ def test_update_that_is_not_finite_is_named(name: str, bad: float) -> None:
     update["fc"][3, 4] = bad
     with pytest.raises(ValueError, match=r"must be finite, got 1 .* in 'fc'"):
         COMPRESSORS[name].encode(update, None, 3)
+
+
+@pytest.mark.parametrize("name", FED_BACK)
+def test_state_of_another_update_is_refused(name: str) -> None:
+    update, compressor = update_of(), COMPRESSORS[name]
+    _, state = compressor.encode(update, None, 3)
+    residual = {key: array for key, array in state.items() if key.startswith("residual/")}
+    fewer = {key: array for key, array in residual.items() if key != "residual/bias"}
+    single = residual | {"residual/bias": np.ones(1, np.float32)}  # would fit by broadcasting
+    double = residual | {"residual/bias": np.zeros(16)}
+    for wrong, message in [
+        (fewer, r"missing \['bias'\]"),
+        ({"residual/other": np.ones(3, np.float32)}, r"extra \['other'\]"),
+        (single, r"must be float32 \(16,\), got float32 \(1,\) in 'bias'"),
+        (double, r"got float64 \(16,\) in 'bias'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            compressor.encode(update, wrong, 3)
+
+
+@pytest.mark.parametrize("name", FED_BACK)
+def test_update_plus_residual_beyond_float32_is_refused(name: str) -> None:
+    update = {"w": np.full((30, 40), 3e38, np.float32)}
+    with pytest.raises(ValueError, match="update plus residual must be finite, got 1200 NaN or in"):
+        COMPRESSORS[name].encode(update, {"residual/w": update["w"]}, 3)
+
+
+def test_residual_beyond_float32_is_refused(rng: np.random.Generator) -> None:
+    update = {"w": (3.4e38 * rng.choice([-1, 1], (30, 40))).astype(np.float32)}
+    with pytest.raises(ValueError, match="residual must be finite, got .* in 'w'"):
+        COMPRESSORS["powersgd"].encode(update, None, 3)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("seed", [None, -1, 1.5, True, "1"])
+def test_seed_that_is_no_count_is_refused(name: str, seed: object) -> None:
+    update, compressor = update_of(), COMPRESSORS[name]
+    payload, _ = compressor.encode(update, None, np.int64(3))
+    message = "round_seed must be an integer of at least 0"
+    with pytest.raises(ValueError, match=message):
+        compressor.encode(update, None, seed)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        compressor.decode(payload, update, seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"raw": "w"}, "raw must be a sequence of tensor names"),
+        ({"buffers": "w"}, "buffers must be a sequence of tensor names"),
+        ({"raw": ["w"], "buffers": ["w"]}, "must not share tensors, got 'w' in both"),
+    ],
+)
+def test_impossible_choice_of_tensors_is_refused_as_by_co3(
+    name: str, chosen: dict[str, Any], message: str
+) -> None:
+    update = {"w": np.ones(3, np.float32)}
+    with pytest.raises(ConfigError, match=message):
+        replace(COMPRESSORS[name], **chosen).encode(update, None, 3)
+
+
+def test_stats_of_torch_tensors_are_those_of_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    update = update_of()
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in update.items()}
+    payload, state = COMPRESSORS["topk"].encode(tensors, None, 3)
+    found, expected = (rival_stats(payload, u, state) for u in (tensors, update))
+    assert found.num_parameters == expected.num_parameters == 4169
+    assert found.residual_ratio == expected.residual_ratio
 
 
 @pytest.mark.parametrize("name", RIVALS)

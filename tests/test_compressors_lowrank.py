@@ -147,3 +147,10 @@ def test_hostile_body_is_refused(body: bytes) -> None:
 def test_impossible_rank_is_named(rank: object) -> None:
     with pytest.raises(ConfigError, match="rank must be an integer"):
         make_compressor("powersgd", {"rank": rank})
+
+
+@pytest.mark.parametrize("q", [np.ones((2, 30)), np.ones((1, 3)), np.full((1, 30), np.nan)])
+def test_state_of_another_rank_or_matrix_is_refused(q: np.ndarray) -> None:
+    update = {"w": np.ones((20, 30), np.float32)}
+    with pytest.raises(ValueError, match=r"Q of the last round must be finite, \(1, 30\), got"):
+        PowerSgd(rank=1).encode(update, {"q/w": q.astype(np.float32)}, 0)

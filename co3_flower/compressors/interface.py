@@ -13,14 +13,16 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from co3_flower.codec import decode_update, encode_update
+from co3_flower.codec import choose_kinds, decode_update, encode_update
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError, PayloadError
+from co3_flower.feedback import check_residual
 from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, as_arrays, sub_layout
 from co3_flower.payload import (
     MAGIC,
@@ -137,8 +139,10 @@ class Compressor(ABC):
         Raises
         ------
         ValueError
-            If a float tensor holds NaN or infinity, or a selected name is missing.
+            If a float tensor, alone or with its residual, holds NaN or infinity, a selected name
+            is missing, the state is that of other tensors, or round_seed is no such integer.
         """
+        _check_seed(round_seed)
         arrays = as_arrays(update)
         layout = Layout.of(arrays)
         kinds = self._kinds(layout)
@@ -150,10 +154,7 @@ class Compressor(ABC):
                 tensors[name] = np.ascontiguousarray(arrays[name], np.float32).reshape(
                     layout.shapes[i]
                 )
-            if bad := int(np.count_nonzero(~np.isfinite(tensors[name]))):
-                raise ValueError(
-                    f"update must be finite, got {bad} NaN or infinite entries in {name!r}"
-                )
+            _check_finite("update", name, tensors[name])
         own = {k: v for k, v in state.items() if not k.startswith(_REST)}
         body, new_state = self.compress(tensors, own, round_seed)
         others = [i for i, kind in enumerate(kinds) if kind != Kind.CODED]
@@ -193,6 +194,7 @@ class Compressor(ABC):
         PayloadError
             If the bytes are no sound payload of this compressor and layout.
         """
+        _check_seed(round_seed)
         layout = Layout.of(layout)
         kinds, body, rest = self._unframe(payload, layout)
         coded = sub_layout(layout, _positions(kinds, Kind.CODED), _FLOAT32)
@@ -225,20 +227,11 @@ class Compressor(ABC):
             for name, lost in self.decode(payload, layout, round_seed).items():
                 for key in (_RESIDUAL + name, _REST + name):
                     if key in result:
-                        result[key] = result[key] + np.asarray(lost, np.float32)
+                        result[key] = np.asarray(result[key] + np.asarray(lost, np.float32))
         return result
 
     def _kinds(self, layout: Layout) -> tuple[Kind, ...]:
-        raw = layout.select(tuple(self.raw), "raw")
-        buffers = layout.select(tuple(self.buffers), "buffers")
-        return tuple(
-            Kind.RAW
-            if i in raw or dtype not in FLOAT_DTYPES
-            else Kind.BUFFER
-            if i in buffers
-            else Kind.CODED
-            for i, dtype in enumerate(layout.dtypes)
-        )
+        return choose_kinds(layout, CodecConfig(raw=self.raw, buffers=self.buffers))
 
     def _frame(self, layout: Layout, kinds: tuple[Kind, ...], body: bytes, rest: bytes) -> bytes:
         raw = _positions(kinds, Kind.RAW)
@@ -357,16 +350,37 @@ def unflatten(vector: NDArray[np.float32], layout: Layout) -> Tensors:
 
 
 def compensate(tensors: Tensors, state: State) -> Tensors:
-    """Return each tensor plus its residual (error feedback, arXiv 1901.09847)."""
-    return {
-        name: array + state[_RESIDUAL + name] if _RESIDUAL + name in state else array
-        for name, array in tensors.items()
-    }
+    """Return each tensor plus its residual (error feedback, arXiv 1901.09847).
+
+    Raises
+    ------
+    ValueError
+        If the residuals are not those of these tensors, or a sum is beyond float32.
+    """
+    residual = _strip(state, _RESIDUAL)
+    if not residual:
+        return tensors
+    check_residual(residual, list(tensors), [array.shape for array in tensors.values()])
+    with np.errstate(over="ignore"):
+        whole = {name: np.asarray(array + residual[name]) for name, array in tensors.items()}
+    for name, array in whole.items():
+        _check_finite("update plus residual", name, array)
+    return whole
 
 
 def residual_state(compensated: Tensors, decoded: Mapping[str, NDArray[np.float32]]) -> Tensors:
-    """Return the state that keeps what a payload left out of the compensated tensors."""
-    return {_RESIDUAL + name: array - decoded[name] for name, array in compensated.items()}
+    """Return the state that keeps what a payload left out of the compensated tensors.
+
+    Raises
+    ------
+    ValueError
+        If a difference is beyond float32.
+    """
+    with np.errstate(over="ignore"):
+        left = {name: np.asarray(array - decoded[name]) for name, array in compensated.items()}
+    for name, array in left.items():
+        _check_finite("residual", name, array)
+    return _prefix(left, _RESIDUAL)
 
 
 def generator(round_seed: int) -> np.random.Generator:
@@ -399,7 +413,7 @@ def settings_of(compressor: Compressor) -> dict[str, Any]:
     }
 
 
-def rival_stats(payload: bytes, update: Mapping[str, NDArray[Any]], state: State) -> UpdateStats:
+def rival_stats(payload: bytes, update: Mapping[str, Any], state: State) -> UpdateStats:
     """Return what a rival's payload cost; what its rule lost is known where it has a residual.
 
     ``code_bits`` are those of the body and ``raw_bits`` those of raw tensors. ``residual_ratio`` is
@@ -414,7 +428,8 @@ def rival_stats(payload: bytes, update: Mapping[str, NDArray[Any]], state: State
     state : mapping of str to float32 array
         What it returned.
     """
-    layout = Layout.of(update)
+    arrays = as_arrays(update)
+    layout = Layout.of(arrays)
     *_, has_kinds, _, body_bytes, rest_bytes = _HEADER.unpack_from(payload)
     kinds = (Kind.CODED,) * len(layout)
     if has_kinds:
@@ -423,11 +438,11 @@ def rival_stats(payload: bytes, update: Mapping[str, NDArray[Any]], state: State
     rest = memoryview(payload)[len(payload) - _CRC.size - rest_bytes : len(payload) - _CRC.size]
     raw_bytes = num_raw_bytes(rest)
     coded = [layout.names[i] for i in _positions(kinds, Kind.CODED)]
-    parameters = sum(update[name].size for name in coded) + sum(
+    parameters = sum(arrays[name].size for name in coded) + sum(
         layout.numels[i] for i in _positions(kinds, Kind.RAW) if layout.dtypes[i] in FLOAT_DTYPES
     )
     residuals = [state[_RESIDUAL + name] for name in coded if _RESIDUAL + name in state]
-    sent = sum(float(np.abs(update[name], dtype=np.float64).sum()) for name in coded)
+    sent = sum(float(np.abs(arrays[name], dtype=np.float64).sum()) for name in coded)
     kept = sum(float(np.abs(array, dtype=np.float64).sum()) for array in residuals)
     bits = 8 * len(payload)
     return UpdateStats(
@@ -458,6 +473,16 @@ def _rest_config(layout: Layout, kinds: Sequence[Kind]) -> CodecConfig:
         ),
         buffers=tuple(layout.names[i] for i in _positions(kinds, Kind.BUFFER)),
     )
+
+
+def _check_finite(what: str, name: str, array: NDArray[np.float32]) -> None:
+    if bad := int(np.count_nonzero(~np.isfinite(array))):
+        raise ValueError(f"{what} must be finite, got {bad} NaN or infinite entries in {name!r}")
+
+
+def _check_seed(round_seed: object) -> None:
+    if isinstance(round_seed, bool) or not isinstance(round_seed, Integral) or round_seed < 0:
+        raise ValueError(f"round_seed must be an integer of at least 0, got {round_seed!r}")
 
 
 def _strip(state: State, prefix: str) -> Tensors:

@@ -105,6 +105,11 @@ class PowerSgd(Compressor):
     ) -> NDArray[np.float64]:
         """Return float64 [rank, columns]: the last Q, fresh draws where it is none or zero."""
         fresh = generator(position).standard_normal((self.rank, columns))
+        if last is not None and (last.shape != fresh.shape or not np.isfinite(last).all()):
+            raise ValueError(
+                f"Q of the last round must be finite, {fresh.shape}, got {last.shape} in tensor "
+                f"{position}; it is of another rank or update"
+            )
         return fresh if last is None else np.where(last.any(axis=1, keepdims=True), last, fresh)
 
 
