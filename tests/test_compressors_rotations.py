@@ -199,6 +199,7 @@ def test_largest_scales_decode_to_finite_entries(compressor: Rotation) -> None:
         (Eden, "block", 3000),
         (OneBit, "block", 2**25),
         (OneBit, "dither", -0.5),
+        (OneBit, "dither", 1000001),
     ],
 )
 def test_impossible_setting_is_named(make: type[Rotation], setting: str, value: object) -> None:

@@ -168,7 +168,8 @@ class OneBit(Rotation):
     Parameters
     ----------
     dither : float
-        Largest noise, in root mean squares of a turned block; 0 = its infinity norm, unbiased.
+        Largest noise, in root mean squares of a turned block, at most 1e6; 0 = the block's infinity
+        norm, unbiased.
 
     References
     ----------
@@ -182,7 +183,7 @@ class OneBit(Rotation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("dither", self.dither, 0.0)
+        check_range("dither", self.dither, 0.0, 1e6)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return a float32 scale a block and the signs; there is no state."""
