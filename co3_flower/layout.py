@@ -57,10 +57,16 @@ class Layout:
         Raises
         ------
         TypeError
-            If an entry's dtype is not a float, integer or bool type that NumPy knows.
+            If it is neither, or an entry's dtype is not a float, integer or bool type that NumPy
+            knows.
         """
         if isinstance(like, Layout):
             return like
+        if not isinstance(like, Mapping):
+            raise TypeError(
+                "layout must be a Layout or a mapping of names to arrays, "
+                f"got {type(like).__name__}"
+            )
         shapes, dtypes = [], []
         for name, value in like.items():
             if is_tensor(value):

@@ -157,3 +157,9 @@ def test_as_arrays_takes_tensors_that_require_grad() -> None:
 def test_as_arrays_names_the_tensor_that_holds_no_numbers(thing: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"must .*got .*'bad\.weight'"):
         as_arrays({"good": np.zeros(2, np.float32), "bad.weight": thing})
+
+
+@pytest.mark.parametrize("like", [None, [np.ones(2)], "weight"])
+def test_layout_of_what_is_no_mapping_is_refused(like: object) -> None:
+    with pytest.raises(TypeError, match="layout must be a Layout or a mapping of names to arrays"):
+        Layout.of(like)  # type: ignore[arg-type]
