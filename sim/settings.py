@@ -370,6 +370,13 @@ def check_together(settings: Settings) -> None:
                 f"{key} must be 0 with compressor {settings.compressor!r}, whose payloads have a"
                 f" size of their own, got {value}"
             )
+    for key in ("strategy", "max-update-norm"):
+        value = settings.as_run_config()[key]
+        if value and settings.compressor == "countsketch":
+            raise ConfigError(
+                f"{key} must be {DEFAULTS[key]!r} with compressor 'countsketch', which gives no"
+                f" client's own update, got {value!r}"
+            )
     if settings.save_gradients_every and settings.compressor not in ("co3", "none"):
         raise ConfigError(
             f"save-gradients-every must be 0 with compressor {settings.compressor!r}, whose"

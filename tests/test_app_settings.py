@@ -81,6 +81,14 @@ def test_ps_step_follows_the_payload_kind(run_config: dict[str, Any], step: floa
         ({"coder": "ans"}, "coder must be one of 'huffman', 'rans', got 'ans'"),
         ({"model": "vgg"}, "model must be one of 'cnn', 'resnet20', "),
         ({"reclip": True}, "max-update-norm must be above 0 with reclip, got 0.0"),
+        (
+            {"compressor": "countsketch", "max-update-norm": 1.0},
+            "max-update-norm must be 0.0 with compressor 'countsketch', which gives no client's",
+        ),
+        (
+            {"compressor": "countsketch", "strategy": "fedadam"},
+            "strategy must be '' with compressor 'countsketch', which gives no client's own upd",
+        ),
         ({"max-update-norm": -1}, "max-update-norm must be at least 0, got -1.0"),
     ],
 )
