@@ -447,11 +447,26 @@ def run_sweep(
 
 
 def compare_dir(comparison: Comparison, config: Path, folder: Path) -> Path:
-    """Return a comparison's folder, once all its settings are checked."""
+    """Return a comparison's folder, once all its settings are checked, those of later stages too.
+
+    Raises
+    ------
+    ConfigError
+        A setting that cannot be, or a seed or step size outside of the stages, which have their
+        own.
+    """
+    for values in (comparison.shared, *comparison.entries.values()):
+        for key in ("lr", "seed"):
+            if key in values:
+                raise ConfigError(f"{key} must be given in [[stage]] alone, got {values[key]!r}")
     for stage in comparison.stages:
-        for label in comparison.entries:
-            values = {**comparison.shared, **stage.values, **comparison.entries[label]}
+        for entry in comparison.entries.values():
+            values = {**comparison.shared, **stage.values, **entry}
             settings = _settle(values, folder)
+        for lr in stage.lrs:
+            _settle({**values, "lr": lr}, folder)
+        for seed in stage.seeds:
+            _settle({**values, "seed": seed}, folder)
     return Path(settings.run_dir or folder / "runs" / config.stem)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from co3_flower import ConfigError
 from conftest import REPOSITORY
+from sim.cli import compare_dir
 from sim.compare.figure import draw_comparison, save_figure
 from sim.compare.plan import Comparison, read_comparison
 from sim.compare.results import (
@@ -57,6 +58,12 @@ seed = [0, 1]
 entries = ["float32", "CO3"]
 best = 1
 num-server-rounds = 3
+"""
+
+STAGE = """
+[[stage]]
+name = "s"
+lr = 1
 """
 
 
@@ -220,6 +227,19 @@ def test_figure_joins_the_strengths_of_a_compressor(tmp_path: Path) -> None:
         (SHARED + ENTRIES + '[[stage]]\nname = "s"\nlr = "x"\n', "lr must be a list of numbers"),
         (SHARED + ENTRIES + '[[stage]]\nname = "a/b"\nlr = 1\n', "name must be letters and digits"),
         (SHARED + ENTRIES + '[[stage]]\nname = "s"\nlr = 1\nentries = ["y"]\n', "got \\['y'\\]"),
+        (SHARED + "entry = [1]\n" + STAGES, "must have tables \\[\\[entry\\]\\]"),
+        (SHARED + "stage = [1]\n" + ENTRIES, "must have tables \\[\\[stage\\]\\]"),
+        (
+            SHARED + ENTRIES + STAGE + 'entries = "fp8"\n',
+            "entries must be a list of labels, got 'fp",
+        ),
+        (
+            SHARED + ENTRIES + STAGE + "entries = []\n",
+            "entries must be a list of labels, got \\[\\]",
+        ),
+        (SHARED + ENTRIES + STAGE + 'entries = ["fp8", "fp8"]\n', "labels, each once"),
+        (SHARED + ENTRIES + STAGE + "seed = []\n", "seed must be a list of at least one number"),
+        (SHARED + ENTRIES + STAGE + "seed = [1, 1]\n", "seed must be a list of numbers, each once"),
         ("target-share = 2\n" + SHARED + ENTRIES + STAGES, "target-share must be in \\(0, 1\\]"),
         (SHARED + ENTRIES + STAGES.replace('"final"', '"search"'), "got one twice"),
     ],
@@ -227,6 +247,23 @@ def test_figure_joins_the_strengths_of_a_compressor(tmp_path: Path) -> None:
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SHARED + ENTRIES + STAGES + "lr = [-1.0]\n", "lr must be above 0, got -1.0"),
+        (SHARED + ENTRIES + STAGES.replace("[0, 1]", "[0.5]"), "seed must be an integer, got 0.5"),
+        (SHARED + "lr = 0.3\n" + ENTRIES + STAGES, r"lr must be given in \[\[stage\]\] alone"),
+        (SHARED + ENTRIES + "seed = 3\n" + STAGES, r"seed must be given in \[\[stage\]\] alone"),
+    ],
+)
+def test_a_mistake_in_a_later_stage_is_named_before_the_first(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    comparison = read(tmp_path, text)
+    with pytest.raises(ConfigError, match=message):
+        compare_dir(comparison, tmp_path / "compare.toml", tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("compare-*.toml")))

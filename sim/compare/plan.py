@@ -137,7 +137,7 @@ def read_comparison(path: Path) -> Comparison:
         raise ConfigError(f"{TARGET_SHARE} must be in (0, 1], got {share!r} in {path}")
     for key, value in table.items():
         check_scalar(key, value, path)
-    if not isinstance(stages, list) or not stages:
+    if not _are_tables(stages):
         raise ConfigError(f"a comparison must have tables [[stage]], got none in {path}")
     found: list[Stage] = []
     for number, stage in enumerate(stages):
@@ -155,7 +155,7 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def _entries(tables: Any, path: Path) -> dict[str, Values]:
-    if not isinstance(tables, list) or not tables:
+    if not _are_tables(tables):
         raise ConfigError(f"a comparison must have tables [[entry]], got none in {path}")
     entries: dict[str, Values] = {}
     for table in tables:
@@ -181,10 +181,17 @@ def _stage(
     best = values.pop("best", 0)
     if isinstance(best, bool) or not isinstance(best, int) or best < 0 or (best and is_first):
         raise ConfigError(f"best must count rivals of the stage before, got {best!r} {where}")
-    labels = tuple(values.pop("entries", known))
+    listed = values.pop("entries", list(known))
+    if not isinstance(listed, list) or (not listed and not best):
+        raise ConfigError(f"entries must be a list of labels, got {listed!r} {where}")
+    labels = tuple(listed)
     if unknown := [label for label in labels if label not in known]:
         raise ConfigError(f"entries must be labels of [[entry]], got {unknown} {where}")
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"entries must be labels, each once, got {listed!r} {where}")
     seeds = tuple(_list(values.pop("seed", [0]), "seed", path))
+    if not seeds:
+        raise ConfigError(f"seed must be a list of at least one number, got none {where}")
     lrs = tuple(_list(values.pop("lr", []), "lr", path))
     if is_first and not lrs:
         raise ConfigError(f"lr must be a list of step sizes in the first stage, got none {where}")
@@ -199,4 +206,10 @@ def _list(values: Any, key: str, path: Path) -> list[Any]:
     for value in listed:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{key} must be a list of numbers, got {value!r} in {path}")
+    if len(set(listed)) < len(listed):
+        raise ConfigError(f"{key} must be a list of numbers, each once, got {values!r} in {path}")
     return listed
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(t, dict) for t in value)
