@@ -19,6 +19,7 @@ from torch import Tensor
 from co3_flower import kernels, kernels_counts, kernels_rate, kernels_structure
 from co3_flower import kernels_torch as ops
 from co3_flower.bitstream import raise_unsound, stream_bounds, with_dead_table
+from co3_flower.errors import ConfigError
 from co3_flower.huffman import HuffmanTables
 from co3_flower.layout import Plan, as_arrays, check_mapping, check_tensor, dense_tensor, is_tensor
 from co3_flower.payload import Parts, scale_limits
@@ -35,8 +36,14 @@ class TorchDense:
 
     @classmethod
     def on(cls, device: Any) -> TorchDense:
-        """Return what works on a device, given as torch does."""
-        return cls(torch.device(device))
+        """Return what works on a device, as torch names it; ConfigError where it has none."""
+        try:
+            return cls(torch.device(device))
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"device must be one that torch has here, got {device!r} ({reason})"
+            ) from None
 
     def arrays(self, update: Mapping[str, Any]) -> dict[str, Tensor]:
         """See `Dense`."""

@@ -23,6 +23,7 @@ from co3_flower import structure as structure_module
 from co3_flower.codec import EncodedUpdate
 from co3_flower.config import CODERS, PRIORS, SCALES, STRUCTURES
 from co3_flower.dense import HostDense, dense_for
+from co3_flower.errors import ConfigError
 from co3_flower.limits import NormLimit
 from conftest import draw_gennorm
 
@@ -391,3 +392,16 @@ def test_update_that_is_no_mapping_is_refused_alike() -> None:
             TypeError, match="update must be a mapping of names to arrays, got list"
         ):
             encode_update([np.ones(3)], None, CodecConfig(), device=device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "CPU", 1.5])
+def test_device_that_torch_does_not_know_is_named(update: Arrays, device: object) -> None:
+    payload = encode_update(update, None, CodecConfig()).payload
+    sums = {name: np.zeros(g.shape, np.float32) for name, g in update.items()}
+    for call in (
+        lambda: encode_update(update, None, CodecConfig(), device=device),
+        lambda: decode_update(payload, update, device=device),
+        lambda: accumulate_update(payload, sums, 1, like=update, device=device),
+    ):
+        with pytest.raises(ConfigError, match=f"device must be one that torch .* got {device!r}"):
+            call()
