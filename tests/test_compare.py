@@ -191,6 +191,8 @@ def test_table_says_what_was_measured() -> None:
         "| a | 0.1 | 49.00 ± 1.41 % | 2.000 | 1.000 | not reached | 39 | 2.0 | 1.0 |",
     ]
     assert "MB to 47.5%" in format_comparison(found, 0.95)
+    piped = scores([result("a|b", "topk")])
+    assert format_comparison(piped, 0.95).splitlines()[2].startswith("| a\\|b | ")
 
 
 def test_figure_joins_the_strengths_of_a_compressor(tmp_path: Path) -> None:

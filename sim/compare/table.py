@@ -30,7 +30,7 @@ def format_comparison(found: Sequence[Score], target_share: float) -> str:
         spread = "" if score.spread is None else f" ± {100 * score.spread:.2f}"
         rows.append(
             [
-                score.label,
+                score.label.replace("|", "\\|"),
                 f"{score.lr:g}",
                 f"{100 * score.mean('accuracy'):.2f}{spread} %",
                 f"{score.mean('bits_per_parameter'):.3f}",
