@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from co3_flower import ConfigError
-from sim.outputs import read_rows, read_summary
+from sim.outputs import Row, read_rows, read_summary
 from sim.settings import Value
 from sim.sweep import Point
 
@@ -32,7 +32,7 @@ class Result:
         Bits of all payloads.
     bits_per_parameter : float
     encode_seconds, decode_seconds : float
-        Per client and round, means.
+        Per client, medians over the rounds: the first one may load kernels.
     curve : list of (R, accuracy)
         Every evaluation, round 0 first.
     """
@@ -111,7 +111,6 @@ def result_of(point: Point) -> Result:
     """Return what a finished point gave."""
     summary, rows = read_summary(point.folder), read_rows(point.folder)
     assert summary is not None
-    replies = max(1, summary["replies"])
     config = point.settings.as_run_config()
     for key in ("run-dir", "memory-dir", "data-dir"):
         del config[key]
@@ -123,10 +122,15 @@ def result_of(point: Point) -> Result:
         loss=summary["loss"],
         R=summary["R"],
         bits_per_parameter=summary["bits_per_parameter"],
-        encode_seconds=math.fsum(row["encode_seconds"] or 0 for row in rows) / replies,
-        decode_seconds=math.fsum(row["decode_seconds"] or 0 for row in rows) / replies,
+        encode_seconds=_median_of_clients(rows, "encode_seconds"),
+        decode_seconds=_median_of_clients(rows, "decode_seconds"),
         curve=[(row["R"], row["accuracy"]) for row in rows if row["accuracy"] is not None],
     )
+
+
+def _median_of_clients(rows: Sequence[Row], key: str) -> float:
+    per_client = [row[key] / row["replies"] for row in rows if row["replies"] and row[key]]
+    return statistics.median(per_client) if per_client else 0.0
 
 
 def read_results(folder: Path) -> list[Result]:
