@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -16,6 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell starts what runs in its background deaf to Ctrl-C, and children inherit that: tests that
+# interrupt a process would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GRADIENT_FILE = Path("gradients") / "densenet121_step40.npz"
