@@ -65,6 +65,18 @@ SAYS_NOTHING = ("RuntimeError: An error was encountered.", "RuntimeError: Simula
 PATH_KEYS = ("run_dir", "memory_dir", "data_dir")
 
 
+SharedOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-c",
+        "--run-config",
+        metavar='"KEY=VALUE ..."',
+        help="Settings that override those all points share; see `co3 run --help`.",
+    ),
+]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Points at a time, each on one CPU core.")]
+
+
 class RunFailed(Co3Error, RuntimeError):
     """A run ended without a result; the message is the reason."""
 
@@ -180,19 +192,8 @@ def register(app: typer.Typer, root: Path) -> None:
                 help="Settings and grids of values, as in configs/sweep-*.toml.",
             ),
         ],
-        override: Annotated[
-            list[str] | None,
-            typer.Option(
-                "-c",
-                "--run-config",
-                metavar='"KEY=VALUE ..."',
-                help="Settings that override those all points share; see `co3 run --help`.",
-            ),
-        ] = None,
-        jobs: Annotated[
-            int,
-            typer.Option("--jobs", min=1, help="Points at a time, each on one CPU core."),
-        ] = 1,
+        override: SharedOverrides = None,
+        jobs: Jobs = 1,
     ) -> None:
         r"""Run a grid of experiments, and go on where an earlier call was ended.
 
@@ -220,19 +221,8 @@ def register(app: typer.Typer, root: Path) -> None:
                 help="Settings, compressors and stages, as in configs/compare-*.toml.",
             ),
         ],
-        override: Annotated[
-            list[str] | None,
-            typer.Option(
-                "-c",
-                "--run-config",
-                metavar='"KEY=VALUE ..."',
-                help="Settings that override those all points share; see `co3 run --help`.",
-            ),
-        ] = None,
-        jobs: Annotated[
-            int,
-            typer.Option("--jobs", min=1, help="Points at a time, each on one CPU core."),
-        ] = 1,
+        override: SharedOverrides = None,
+        jobs: Jobs = 1,
         last_stage: Annotated[
             str, typer.Option("--until", metavar="STAGE", help="Stop behind this stage.")
         ] = "",
