@@ -1,4 +1,4 @@
-"""Checks of CO3Strategy's settings; each error says what must hold and what was got."""
+"""Checks of settings, CO3Strategy's and compressors'; each error says what must hold."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def check_integer(name: str, value: object, least: int) -> None:
     """Raise ConfigError unless the value is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_integer_within(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError unless the value is an integer in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
 
 
 def check_positive(name: str, value: object) -> None:

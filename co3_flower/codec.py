@@ -18,7 +18,7 @@ from co3_flower.config import CodecConfig
 from co3_flower.dense import Dense, Flat, HostDense, dense_for, symbols_of_zero
 from co3_flower.errors import ConfigError, PayloadError
 from co3_flower.feedback import check_residual
-from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, Plan, cut_flat
 from co3_flower.limits import NormLimit, check_magnitudes, limit_norm
 from co3_flower.payload import (
     BUFFER_FORMAT,
@@ -145,7 +145,7 @@ def encode_update(
     payload, stats = _compress(dense, layout, plan, config, conversion, raw)
     if max_payload_bytes is not None and len(payload) > max_payload_bytes:
         payload, stats, conversion = _fit(whole, raw, max_payload_bytes)
-    return EncodedUpdate(payload, _unflatten(dense, conversion.residual, layout, plan), stats)
+    return EncodedUpdate(payload, _unflatten(conversion.residual, layout, plan), stats)
 
 
 def least_payload_bytes(like: Layout | Mapping[str, Any], config: CodecConfig) -> int:
@@ -606,7 +606,7 @@ def _memory(
         dense.decay(memory, gammas, plan.offsets) if has_memory else dense.zeros(plan.num_symbols)
     )
     accumulate_update(
-        unused_payload, _unflatten(dense, carry, layout, plan), 1.0, layout, config.num_threads,
+        unused_payload, _unflatten(carry, layout, plan), 1.0, layout, config.num_threads,
         device=dense.device,
     )  # fmt: skip
     return carry, np.ones_like(gammas)
@@ -622,8 +622,8 @@ def _flatten_residual(
     return dense.as_flat([residual[name] for name in names], plan.num_symbols)
 
 
-def _unflatten(dense: Dense, flat: Flat, layout: Layout, plan: Plan) -> dict[str, Any]:
-    parts = dense.unflatten(flat, plan.offsets, [layout.shapes[i] for i in plan.order])
+def _unflatten(flat: Flat, layout: Layout, plan: Plan) -> dict[str, Any]:
+    parts = cut_flat(flat, plan.offsets, [layout.shapes[i] for i in plan.order])
     by_position = dict(zip(plan.order, parts, strict=True))
     return {layout.names[i]: by_position[i] for i in sorted(plan.order)}
 

@@ -66,12 +66,7 @@ class Dense(Protocol):
         """Return all entries as float32 in a new flat array."""
 
     def as_flat(self, arrays: Sequence[Array], num_entries: int) -> Flat:
-        """Return all entries of float32 arrays, not to be changed: no copy of `unflatten`'s."""
-
-    def unflatten(
-        self, flat: Flat, offsets: NDArray[np.int64], shapes: Sequence[tuple[int, ...]]
-    ) -> list[Array]:
-        """Return views of the tensors in a flat array."""
+        """Return all entries of float32 arrays, not to be changed: no copy of `cut_flat`'s."""
 
     def decay(self, m: Flat, gammas: NDArray[np.float32], offsets: NDArray[np.int64]) -> Flat:
         """Return ``f32(gamma * m)``."""
@@ -251,16 +246,6 @@ class HostDense:
         arrays = [a if isinstance(a, np.ndarray) else as_arrays({"": a})[""] for a in arrays]
         whole = _common_base(arrays, num_entries)
         return self.flatten(arrays, num_entries) if whole is None else whole
-
-    def unflatten(
-        self, flat: Flat, offsets: NDArray[np.int64], shapes: Sequence[tuple[int, ...]]
-    ) -> list[Array]:
-        """See `Dense`."""
-        bounds = itertools.pairwise(offsets.tolist())
-        return [
-            flat[begin:end].reshape(shape)
-            for (begin, end), shape in zip(bounds, shapes, strict=True)
-        ]
 
     def decay(self, m: Flat, gammas: NDArray[np.float32], offsets: NDArray[np.int64]) -> Flat:
         """See `Dense`."""
@@ -465,7 +450,7 @@ class HostDense:
 
 
 def _common_base(arrays: Sequence[NDArray[np.float32]], num_entries: int) -> Flat | None:
-    """Return the flat array whose consecutive parts these are (see `unflatten`), or None."""
+    """Return the flat array whose consecutive parts these are (see `cut_flat`), or None."""
     base = arrays[0].base if arrays else None
     if (
         not isinstance(base, np.ndarray)

@@ -21,7 +21,15 @@ from co3_flower import kernels_torch as ops
 from co3_flower.bitstream import raise_unsound, stream_bounds, with_dead_table
 from co3_flower.errors import ConfigError
 from co3_flower.huffman import HuffmanTables
-from co3_flower.layout import Plan, as_arrays, check_mapping, check_tensor, dense_tensor, is_tensor
+from co3_flower.layout import (
+    Plan,
+    as_arrays,
+    check_mapping,
+    check_tensor,
+    cut_flat,
+    dense_tensor,
+    is_tensor,
+)
 from co3_flower.payload import Parts, scale_limits
 from co3_flower.quantize import kernel_format, rule_table
 from co3_flower.structure import Structure
@@ -78,16 +86,6 @@ class TorchDense:
         """See `Dense`."""
         whole = self._common_storage(arrays, num_entries)
         return self.flatten(arrays, num_entries) if whole is None else whole
-
-    def unflatten(
-        self, flat: Tensor, offsets: NDArray[np.int64], shapes: Sequence[tuple[int, ...]]
-    ) -> list[Tensor]:
-        """See `Dense`."""
-        bounds = itertools.pairwise(offsets.tolist())
-        return [
-            flat[begin:end].reshape(shape)
-            for (begin, end), shape in zip(bounds, shapes, strict=True)
-        ]
 
     def decay(self, m: Tensor, gammas: NDArray[np.float32], offsets: NDArray[np.int64]) -> Tensor:
         """See `Dense`."""
@@ -245,7 +243,7 @@ class TorchDense:
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Tensor]:
         """See `Dense`."""
-        return self.unflatten(self._values(symbols, offsets, values), offsets, shapes)
+        return cut_flat(self._values(symbols, offsets, values), offsets, shapes)
 
     def accumulator(self, array: Any, shape: tuple[int, ...], name: str) -> Tensor:
         """See `Dense`."""

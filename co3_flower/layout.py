@@ -8,6 +8,7 @@ derive the same `Plan` from a layout and a payload's header.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,6 +206,20 @@ def sub_layout(
         tuple(layout.shapes[i] for i in positions),
         tuple(dtype or layout.dtypes[i] for i in positions),
     )
+
+
+def cut_flat(flat: Any, offsets: NDArray[np.int64], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return views of the tensors that lie one after the other in a flat array or torch tensor.
+
+    Examples
+    --------
+    >>> [part.tolist() for part in cut_flat(np.arange(5), np.array([0, 4, 5]), [(2, 2), ()])]
+    [[[0, 1], [2, 3]], 4]
+    """
+    bounds = itertools.pairwise(offsets.tolist())
+    return [
+        flat[begin:end].reshape(shape) for (begin, end), shape in zip(bounds, shapes, strict=True)
+    ]
 
 
 def max_tables(num_symbols: int) -> int:

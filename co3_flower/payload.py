@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +42,10 @@ BUFFER_FORMAT = FloatFormat.parse("e4m3")
 # magic, version, scheme, flags, coder, format, streams, tables, layout digest, min_numel, symbols
 # per chunk, bytes of structure, bytes of tables, words of code, bytes of raw tensors
 _HEADER = struct.Struct("<4s6BH8s5IQ")
+_START = struct.Struct("<4sB")  # of every header: magic, version
 _CRC = struct.Struct("<I")
-NUM_FRAME_BYTES = _HEADER.size + _CRC.size
+NUM_CRC_BYTES = _CRC.size
+NUM_FRAME_BYTES = _HEADER.size + NUM_CRC_BYTES
 _FLAG_KINDS = 1  # a section says of each tensor: coded, buffer or raw; without it all are coded
 _FLAG_STRUCTURE = 2  # code tables are those of classes of entries, not of tensors
 
@@ -144,11 +147,45 @@ def write_payload(parts: Parts, layout: Layout, plan: Plan) -> bytes:
         ]
     )
     code = parts.words.astype(WORDS[coder], copy=False).data
-    sections = [frame, bytes(-len(frame) % 4), code, *parts.raw]
+    return seal_frame([frame, bytes(-len(frame) % 4), code, *parts.raw])
+
+
+def seal_frame(sections: Sequence[bytes | memoryview]) -> bytes:
+    """Return the sections of a payload and the checksum of all of them."""
     crc = 0
     for section in sections:
         crc = zlib.crc32(section, crc)
     return b"".join([*sections, _CRC.pack(crc)])
+
+
+def open_frame(data: memoryview, header_bytes: int) -> memoryview:
+    """Return a payload without its checksum, once what every scheme has is found sound.
+
+    That is magic and version, in front of a header of its own, and the checksum.
+
+    Raises
+    ------
+    PayloadError
+        If one of them is not.
+    """
+    if len(data) < header_bytes + _CRC.size:
+        raise PayloadError(
+            f"payload must hold at least {header_bytes + _CRC.size} bytes, got {len(data)}"
+        )
+    magic, version = _START.unpack_from(data)
+    if magic != MAGIC:
+        raise PayloadError(f"payload must start with {MAGIC!r}, got {magic!r}")
+    if version != VERSION:
+        raise PayloadError(
+            f"payload must be of version {VERSION}, got {version}; a newer co3_flower may read it"
+        )
+    body = data[: -_CRC.size]
+    (crc,) = _CRC.unpack_from(data, len(body))
+    if (found := zlib.crc32(body)) != crc:
+        raise PayloadError(
+            f"payload must have checksum {crc:#010x}, got {found:#010x}; it was damaged"
+        )
+    return body
 
 
 def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Plan]:
@@ -160,26 +197,11 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
         If it is no sound payload of this layout.
     """
     data = memoryview(payload).cast("B")
-    if len(data) < _HEADER.size + _CRC.size:
-        raise PayloadError(
-            f"payload must hold at least {_HEADER.size + _CRC.size} bytes, got {len(data)}"
-        )
+    body = open_frame(data, _HEADER.size)
     (
-        magic, version, scheme, flags, coder, format_byte, num_streams, num_own_tables, digest,
-        min_numel, chunk_symbols, structure_bytes, table_bytes, num_words, raw_bytes,
+        _, _, scheme, flags, coder, format_byte, num_streams, num_own_tables, digest, min_numel,
+        chunk_symbols, structure_bytes, table_bytes, num_words, raw_bytes,
     ) = _HEADER.unpack_from(data)  # fmt: skip
-    if magic != MAGIC:
-        raise PayloadError(f"payload must start with {MAGIC!r}, got {magic!r}")
-    if version != VERSION:
-        raise PayloadError(
-            f"payload must be of version {VERSION}, got {version}; a newer co3_flower may read it"
-        )
-    body = data[: -_CRC.size]
-    (crc,) = _CRC.unpack_from(data, len(body))
-    if zlib.crc32(body) != crc:
-        raise PayloadError(
-            f"payload must have checksum {crc:#010x}, got {zlib.crc32(body):#010x}; it was damaged"
-        )
     if scheme not in (SCHEME_CO3, SCHEME_NONE) or coder >= len(CODERS) or flags > 3:
         raise PayloadError(
             f"scheme, coder and flags must be known, got {scheme}, {coder} and {flags:#x}"
@@ -188,7 +210,7 @@ def read_payload(payload: bytes | memoryview, layout: Layout) -> tuple[Parts, Pl
     reader = _Reader(body, _HEADER.size)
     kinds = (Kind.CODED,) * len(layout)
     if flags & _FLAG_KINDS:
-        kinds = unpack_kinds(reader.take(-(-len(layout) // 4), "tensor kinds"), layout)
+        kinds = unpack_kinds(reader.take(kinds_bytes(layout), "tensor kinds"), layout)
     check_kinds(kinds, layout, digest)
     if scheme == SCHEME_NONE and (num_raw := kinds.count(Kind.RAW)) < len(layout):
         raise PayloadError(f"scheme 1 must send all {len(layout)} tensors raw, got {num_raw}")
@@ -266,6 +288,11 @@ class _Reader:
     def rest(self) -> memoryview:
         """All bytes from here on."""
         return self.body[self.position :]
+
+
+def kinds_bytes(layout: Layout) -> int:
+    """Return how many bytes `pack_kinds` takes for a layout."""
+    return -(-len(layout) // 4)
 
 
 def pack_kinds(kinds: tuple[Kind, ...]) -> bytes:

@@ -26,7 +26,13 @@ from flwr.app import (
 )
 from numpy.typing import NDArray
 
-from co3_flower.compressors import COMPRESSORS, Compressor, make_compressor, settings_of
+from co3_flower.compressors import (
+    COMPRESSORS,
+    Compressor,
+    is_rival,
+    make_compressor,
+    settings_of,
+)
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 
@@ -301,11 +307,6 @@ def _split(config: Mapping[str, ConfigRecordValues], key: str) -> tuple[int, ...
         return tuple(int(part) for part in str(text).split(",") if part)
     except ValueError:
         raise ConfigError(f"{PREFIX + key} must be comma-joined positions, got {text!r}") from None
-
-
-def is_rival(compressor: str) -> bool:
-    """Tell whether a compressor's payload is framed and read by itself, not by the codec."""
-    return compressor not in ("co3", "none")
 
 
 def _rival(compressor: str, settings: object) -> Compressor | None:

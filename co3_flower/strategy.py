@@ -40,7 +40,7 @@ from co3_flower.checks import (
     resolve_server_lr,
 )
 from co3_flower.codec import least_payload_bytes
-from co3_flower.compressors import Co3, Compressor, make_compressor, settings_of
+from co3_flower.compressors import Co3, Compressor, is_rival, make_compressor, settings_of
 from co3_flower.config import CodecConfig
 from co3_flower.errors import ConfigError
 from co3_flower.evaluation import aggregate_evaluation, mean_metrics
@@ -62,7 +62,6 @@ from co3_flower.records import (
     SERVER_ROUND,
     ClientId,
     TrainSettings,
-    is_rival,
     message_content,
     values_of,
 )

@@ -418,21 +418,12 @@ def run_sweep(
         pending = pending_points(points)
         if len(pending) < len(points):
             console.print(f"{len(points) - len(pending)} of {len(points)} points are done already")
-        try:
-            with _signals_as_interrupt():
-                failed = run_points(pending, root=root, jobs=jobs, console=console)
-        except KeyboardInterrupt:
-            raise Interrupted(
-                f"interrupted; the same command goes on where it was (points in {sweep_dir})"
-            ) from None
+        failed = _run_pending(pending, root, jobs, console, f"points in {sweep_dir}")
         table = format_sweep_table(points)
         (sweep_dir / TABLE_NAME).write_text(table, encoding="utf-8")
     if failed:
         typer.echo(table)
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-        raise RunFailed(
-            f"{len(failed)} of {len(points)} points failed, the others are done: {reasons}"
-        )
+        raise _points_failed(failed, f"{len(points)} points")
     return table
 
 
@@ -488,11 +479,7 @@ def run_comparison(
             _check_machine(points[0].settings)
             failed = _run_stage(root, folder, points, results, jobs, console)
             if failed:
-                reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-                raise RunFailed(
-                    f"{len(failed)} of {len(points)} points of stage {stage.name!r} failed, the"
-                    f" others are done: {reasons}"
-                )
+                raise _points_failed(failed, f"{len(points)} points of stage {stage.name!r}")
             by_stage = {
                 name: scores(r for r in read_results(folder) if r.stage == name)
                 for name in names[: names.index(stage.name) + 1]
@@ -532,19 +519,35 @@ def _run_stage(
     console.print(f"stage {stage}: {len(points) - len(pending)} of {len(points)} points are done")
     if not pending:
         return {}
+    return _run_pending(
+        pending,
+        root,
+        jobs,
+        console,
+        f"results in {folder}",
+        on_done=lambda point: add_result(folder, result_of(point)),
+    )
+
+
+def _run_pending(
+    pending: Sequence[Point],
+    root: Path,
+    jobs: int,
+    console: Console,
+    kept: str,
+    on_done: Callable[[Point], None] | None = None,
+) -> dict[str, str]:
+    """Run points; return the failed ones with their reasons."""
     try:
         with _signals_as_interrupt():
-            return run_points(
-                pending,
-                root=root,
-                jobs=jobs,
-                console=console,
-                on_done=lambda point: add_result(folder, result_of(point)),
-            )
+            return run_points(pending, root=root, jobs=jobs, console=console, on_done=on_done)
     except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted; the same command goes on where it was (results in {folder})"
-        ) from None
+        raise Interrupted(f"interrupted; the same command goes on where it was ({kept})") from None
+
+
+def _points_failed(failed: Mapping[str, str], of_what: str) -> RunFailed:
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+    return RunFailed(f"{len(failed)} of {of_what} failed, the others are done: {reasons}")
 
 
 def _settle(values: Mapping[str, Value], folder: Path) -> Settings:

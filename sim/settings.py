@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from co3_flower import CodecConfig, ConfigError
-from co3_flower.compressors import COMPRESSORS, Compressor, make_compressor
+from co3_flower.compressors import COMPRESSORS, Compressor, is_rival, make_compressor
 
 Value = str | int | float | bool
 
@@ -201,11 +201,11 @@ class Settings:
                     f"own (format, gamma, ...), got {self.compressor_settings!r}"
                 )
             return self.codec_config()
+        values = parse_overrides([self.compressor_settings], "compressor-settings:")
         try:
-            return make_compressor(self.compressor, parse_overrides([self.compressor_settings]))
+            return make_compressor(self.compressor, values)
         except ConfigError as error:
-            message = str(error).replace("-c ", "", 1) if str(error).startswith("-c ") else error
-            raise ConfigError(f"compressor-settings: {message}") from None
+            raise ConfigError(f"compressor-settings: {error}") from None
 
     @property
     def uplink_budget_bytes(self) -> int | None:
@@ -271,8 +271,10 @@ def check_scalar(key: str, value: object, path: Path) -> None:
         )
 
 
-def parse_overrides(texts: list[str]) -> dict[str, Value]:
+def parse_overrides(texts: list[str], source: str = "-c") -> dict[str, Value]:
     """Parse ``-c "key=value key=value"`` texts as Flower does: values in TOML, strings quoted.
+
+    Errors begin with the name of the source.
 
     Raises
     ------
@@ -289,12 +291,12 @@ def parse_overrides(texts: list[str]) -> dict[str, Value]:
         for item in _split_items(text):
             key, equals, value = item.partition("=")
             if not (key and equals and value):
-                raise ConfigError(f"-c must hold key=value pairs, got {item!r} in {text!r}")
+                raise ConfigError(f"{source} must hold key=value pairs, got {item!r} in {text!r}")
             try:
                 values[key] = tomllib.loads(f"x = {value}")["x"]
             except tomllib.TOMLDecodeError:
                 raise ConfigError(
-                    f"-c values must be numbers, true, false or quoted strings, got {item!r};"
+                    f"{source} values must be numbers, true, false or quoted strings, got {item!r};"
                     f""" a string is written {key}="'{value}'" in the shell"""
                 ) from None
     return values
@@ -372,12 +374,12 @@ def check_together(settings: Settings) -> None:
             )
     for key in ("strategy", "max-update-norm"):
         value = settings.as_run_config()[key]
-        if value and settings.compressor == "countsketch":
+        if value and COMPRESSORS[settings.compressor].is_sketch:
             raise ConfigError(
-                f"{key} must be {DEFAULTS[key]!r} with compressor 'countsketch', which gives no"
-                f" client's own update, got {value!r}"
+                f"{key} must be {DEFAULTS[key]!r} with compressor {settings.compressor!r}, which"
+                f" gives no client's own update, got {value!r}"
             )
-    if settings.save_gradients_every and settings.compressor not in ("co3", "none"):
+    if settings.save_gradients_every and is_rival(settings.compressor):
         raise ConfigError(
             f"save-gradients-every must be 0 with compressor {settings.compressor!r}, whose"
             f" payloads `co3 analyze` cannot take apart, got {settings.save_gradients_every}"

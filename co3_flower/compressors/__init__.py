@@ -50,7 +50,26 @@ COMPRESSORS: dict[str, Compressor] = {
     )
 }
 
-__all__ = ["COMPRESSORS", "Co3", "Compressor", "make_compressor", "rival_stats", "settings_of"]
+__all__ = [
+    "COMPRESSORS",
+    "Co3",
+    "Compressor",
+    "is_rival",
+    "make_compressor",
+    "rival_stats",
+    "settings_of",
+]
+
+
+def is_rival(name: str) -> bool:
+    """Tell whether a compressor frames and reads its payload by itself, not by the codec.
+
+    Examples
+    --------
+    >>> [name for name in ("co3", "none", "fp16") if is_rival(name)]
+    ['fp16']
+    """
+    return name not in (Co3.name, Float32.name)
 
 
 def make_compressor(name: str, settings: Mapping[str, Any] | None = None) -> Compressor:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co3_flower.codec import decode_update, encode_raw_update, encode_update
-from co3_flower.compressors.interface import Compressor, State, Tensors
+from co3_flower.compressors.interface import RESIDUAL, Compressor, State, Tensors
 from co3_flower.config import CodecConfig
 from co3_flower.layout import Layout
 from co3_flower.payload import SCHEME_CO3, SCHEME_NONE
@@ -56,7 +56,7 @@ class Co3(_OwnPayload):
         if self.raw or self.buffers:
             config = replace(config, raw=self.raw, buffers=self.buffers)
         encoded = encode_update(update, _residual(state), config)
-        return encoded.payload, {f"residual/{k}": v for k, v in encoded.residual.items()}
+        return encoded.payload, {RESIDUAL + k: v for k, v in encoded.residual.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,4 +76,4 @@ class Float32(_OwnPayload):
 def _residual(state: State | None) -> Tensors | None:
     if not state:
         return None
-    return {key.removeprefix("residual/"): np.asarray(array) for key, array in state.items()}
+    return {key.removeprefix(RESIDUAL): np.asarray(array) for key, array in state.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,27 +20,31 @@ from numpy.typing import NDArray
 
 from co3_flower.codec import choose_kinds, decode_update, encode_update
 from co3_flower.config import CodecConfig
-from co3_flower.errors import ConfigError, PayloadError
+from co3_flower.errors import PayloadError
 from co3_flower.feedback import check_residual
-from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, as_arrays, sub_layout
+from co3_flower.layout import FLOAT_DTYPES, Kind, Layout, as_arrays, cut_flat, sub_layout
 from co3_flower.payload import (
     MAGIC,
+    NUM_CRC_BYTES,
     VERSION,
     check_kinds,
+    kinds_bytes,
     num_raw_bytes,
+    open_frame,
     pack_kinds,
+    seal_frame,
     unpack_kinds,
 )
-from co3_flower.stats import UpdateStats
+from co3_flower.stats import UpdateStats, count_parameters
 
 Tensors = dict[str, NDArray[np.float32]]
 State = Mapping[str, NDArray[np.float32]]
 
 # magic, version, scheme, whether kinds follow, layout digest, bytes of body, bytes of the rest
 _HEADER = struct.Struct("<4sBBH8sQQ")
-_CRC = struct.Struct("<I")
+_SCHEME_AT = 5
 _FLOAT32 = np.dtype(np.float32)
-_RESIDUAL = "residual/"  # of a compressor's error feedback, by tensor
+RESIDUAL = "residual/"  # of a compressor's error feedback, by tensor
 _REST = "rest/"  # residual of the buffers
 
 
@@ -222,10 +225,10 @@ class Compressor(ABC):
         what was lost. ``round_seed`` is that of the lost round.
         """
         result = {name: np.asarray(array) for name, array in state.items()}
-        keys = (_RESIDUAL, _REST)
+        keys = (RESIDUAL, _REST)
         if any(key.startswith(keys) for key in result):
             for name, lost in self.decode(payload, layout, round_seed).items():
-                for key in (_RESIDUAL + name, _REST + name):
+                for key in (RESIDUAL + name, _REST + name):
                     if key in result:
                         result[key] = np.asarray(result[key] + np.asarray(lost, np.float32))
         return result
@@ -239,8 +242,7 @@ class Compressor(ABC):
         header = _HEADER.pack(
             MAGIC, VERSION, self.scheme, has_kinds, layout.digest(raw), len(body), len(rest)
         )
-        data = b"".join([header, pack_kinds(kinds) if has_kinds else b"", body, rest])
-        return data + _CRC.pack(zlib.crc32(data))
+        return seal_frame([header, pack_kinds(kinds) if has_kinds else b"", body, rest])
 
     def _unframe(
         self, payload: bytes | memoryview, layout: Layout
@@ -251,42 +253,33 @@ class Compressor(ABC):
             raise TypeError(
                 f"payload must be a bytes-like object, got {type(payload).__name__}"
             ) from None
-        if len(data) < _HEADER.size + _CRC.size:
-            raise PayloadError(
-                f"payload must hold at least {_HEADER.size + _CRC.size} bytes, got {len(data)}"
-            )
-        magic, version, scheme, has_kinds, digest, body_bytes, rest_bytes = _HEADER.unpack_from(
-            data
-        )
-        if (magic, version) != (MAGIC, VERSION):
-            raise PayloadError(
-                f"payload must start with {MAGIC!r} and version {VERSION}, got {magic!r} and "
-                f"{version}"
-            )
-        if scheme != self.scheme:
+        content = open_frame(data, _HEADER.size)
+        if (scheme := data[_SCHEME_AT]) != self.scheme:
             raise PayloadError(
                 f"payload must be of scheme {self.scheme} ({self.name}), got {scheme}"
             )
-        body_end = len(data) - _CRC.size
-        (crc,) = _CRC.unpack_from(data, body_end)
-        if (found := zlib.crc32(data[:body_end])) != crc:
-            raise PayloadError(
-                f"payload must have checksum {crc:#010x}, got {found:#010x}; it was damaged"
-            )
-        if has_kinds > 1:
-            raise PayloadError(f"flags must be 0 or 1, got {has_kinds}")
-        kinds_bytes = -(-len(layout) // 4) if has_kinds else 0
-        position = _HEADER.size + kinds_bytes
-        if position + body_bytes + rest_bytes != body_end:
-            raise PayloadError(
-                f"payload must hold {position + body_bytes + rest_bytes} bytes before its "
-                f"checksum, got {body_end}"
-            )
-        kinds = (Kind.CODED,) * len(layout)
-        if has_kinds:
-            kinds = unpack_kinds(data[_HEADER.size : position], layout)
-        check_kinds(kinds, layout, digest)
-        return kinds, data[position : position + body_bytes], data[position + body_bytes : body_end]
+        return _sections(content, layout)
+
+
+def _sections(
+    content: memoryview, layout: Layout
+) -> tuple[tuple[Kind, ...], memoryview, memoryview]:
+    """Return the kinds, the body and the rest of a payload without its checksum."""
+    *_, has_kinds, digest, body_bytes, rest_bytes = _HEADER.unpack_from(content)
+    if has_kinds > 1:
+        raise PayloadError(f"flags must be 0 or 1, got {has_kinds}")
+    body_at = _HEADER.size + (kinds_bytes(layout) if has_kinds else 0)
+    rest_at = body_at + body_bytes
+    if rest_at + rest_bytes != len(content):
+        raise PayloadError(
+            f"payload must hold {rest_at + rest_bytes} bytes before its checksum, "
+            f"got {len(content)}"
+        )
+    kinds = (Kind.CODED,) * len(layout)
+    if has_kinds:
+        kinds = unpack_kinds(content[_HEADER.size : body_at], layout)
+    check_kinds(kinds, layout, digest)
+    return kinds, content[body_at:rest_at], content[rest_at:]
 
 
 class BodyReader:
@@ -340,13 +333,8 @@ def flatten(tensors: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
 
 def unflatten(vector: NDArray[np.float32], layout: Layout) -> Tensors:
     """Return the tensors whose entries lie one after the other in a vector, as views."""
-    bounds = np.cumsum([0, *layout.numels]).tolist()
-    return {
-        name: vector[begin:end].reshape(shape)
-        for name, shape, begin, end in zip(
-            layout.names, layout.shapes, bounds[:-1], bounds[1:], strict=True
-        )
-    }
+    offsets = np.cumsum([0, *layout.numels])
+    return dict(zip(layout.names, cut_flat(vector, offsets, layout.shapes), strict=True))
 
 
 def compensate(tensors: Tensors, state: State) -> Tensors:
@@ -357,7 +345,7 @@ def compensate(tensors: Tensors, state: State) -> Tensors:
     ValueError
         If the residuals are not those of these tensors, or a sum is beyond float32.
     """
-    residual = _strip(state, _RESIDUAL)
+    residual = _strip(state, RESIDUAL)
     if not residual:
         return tensors
     check_residual(residual, list(tensors), [array.shape for array in tensors.values()])
@@ -380,28 +368,12 @@ def residual_state(compensated: Tensors, decoded: Mapping[str, NDArray[np.float3
         left = {name: np.asarray(array - decoded[name]) for name, array in compensated.items()}
     for name, array in left.items():
         _check_finite("residual", name, array)
-    return _prefix(left, _RESIDUAL)
+    return _prefix(left, RESIDUAL)
 
 
 def generator(round_seed: int) -> np.random.Generator:
     """Return the random numbers of a client and round, the same on every machine."""
     return np.random.Generator(np.random.PCG64(round_seed))
-
-
-def check_range(
-    setting: str, value: object, low: float, high: float = math.inf, *, open_below: bool = False
-) -> None:
-    """Raise ConfigError for a setting that is no finite number in [low, high]."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high or (open_below and value == low):  # type: ignore[operator]
-        bracket = "(" if open_below else "["
-        raise ConfigError(f"{setting} must be in {bracket}{low:g}, {high:g}], got {value!r}")
-
-
-def check_count(setting: str, value: object, low: int, high: int) -> None:
-    """Raise ConfigError for a setting that is no integer in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{setting} must be an integer in [{low}, {high}], got {value!r}")
 
 
 def settings_of(compressor: Compressor) -> dict[str, Any]:
@@ -430,18 +402,11 @@ def rival_stats(payload: bytes, update: Mapping[str, Any], state: State) -> Upda
     """
     arrays = as_arrays(update)
     layout = Layout.of(arrays)
-    *_, has_kinds, _, body_bytes, rest_bytes = _HEADER.unpack_from(payload)
-    kinds = (Kind.CODED,) * len(layout)
-    if has_kinds:
-        packed = memoryview(payload)[_HEADER.size : _HEADER.size + -(-len(layout) // 4)]
-        kinds = unpack_kinds(packed, layout)
-    rest = memoryview(payload)[len(payload) - _CRC.size - rest_bytes : len(payload) - _CRC.size]
+    kinds, body, rest = _sections(memoryview(payload)[:-NUM_CRC_BYTES], layout)
     raw_bytes = num_raw_bytes(rest)
     coded = [layout.names[i] for i in _positions(kinds, Kind.CODED)]
-    parameters = sum(arrays[name].size for name in coded) + sum(
-        layout.numels[i] for i in _positions(kinds, Kind.RAW) if layout.dtypes[i] in FLOAT_DTYPES
-    )
-    residuals = [state[_RESIDUAL + name] for name in coded if _RESIDUAL + name in state]
+    parameters = count_parameters(layout, layout.plan(kinds, 1))
+    residuals = [state[RESIDUAL + name] for name in coded if RESIDUAL + name in state]
     sent = sum(float(np.abs(arrays[name], dtype=np.float64).sum()) for name in coded)
     kept = sum(float(np.abs(array, dtype=np.float64).sum()) for array in residuals)
     bits = 8 * len(payload)
@@ -449,8 +414,8 @@ def rival_stats(payload: bytes, update: Mapping[str, Any], state: State) -> Upda
         num_parameters=parameters,
         bits_per_parameter=bits / parameters if parameters else math.nan,
         payload_bits=bits,
-        code_bits=8 * body_bytes,
-        side_info_bits=bits - 8 * (body_bytes + raw_bytes),
+        code_bits=8 * len(body),
+        side_info_bits=bits - 8 * (len(body) + raw_bytes),
         structure_bits=0,
         raw_bits=8 * raw_bytes,
         entropy_bits=math.nan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -11,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from co3_flower.checks import check_integer_within, check_number
 from co3_flower.compressors import kernels_levels as kernels
 from co3_flower.compressors.interface import (
     BodyReader,
     Compressor,
     State,
     Tensors,
-    check_count,
-    check_range,
     compensate,
     flatten,
     generator,
@@ -66,8 +66,8 @@ class Qsgd(Compressor):
     bucket: int = 512
 
     def __post_init__(self) -> None:
-        check_count("levels", self.levels, 1, 2**16 - 1)
-        check_count("bucket", self.bucket, 1, 2**31 - 1)
+        check_integer_within("levels", self.levels, 1, 2**16 - 1)
+        check_integer_within("bucket", self.bucket, 1, 2**31 - 1)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return the flag, the norms as float32 and the stream; there is no state."""
@@ -143,7 +143,7 @@ class TernGrad(Compressor):
     clip: float = 2.5
 
     def __post_init__(self) -> None:
-        check_range("clip", self.clip, 0.0)
+        check_number("clip", self.clip, 0.0, sys.float_info.max)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return a float32 scaler a tensor and five digits a byte; there is no state."""
@@ -246,7 +246,7 @@ class TinyScript(Compressor):
     bits: int = 4
 
     def __post_init__(self) -> None:
-        check_count("bits", self.bits, 1, 8)
+        check_integer_within("bits", self.bits, 1, 8)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return the positive levels of each tensor and the codes; there is no state."""

@@ -8,13 +8,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from co3_flower.checks import check_integer_within
 from co3_flower.compressors import kernels_lowrank
 from co3_flower.compressors.interface import (
     BodyReader,
     Compressor,
     State,
     Tensors,
-    check_count,
     compensate,
     generator,
     residual_state,
@@ -58,7 +58,7 @@ class PowerSgd(Compressor):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank, 1, 1024)
+        check_integer_within("rank", self.rank, 1, 1024)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return P and Q of each matrix, and the other tensors; residual and Q are the state."""

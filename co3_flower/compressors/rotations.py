@@ -14,14 +14,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from co3_flower.checks import check_integer_within, check_number
 from co3_flower.compressors import kernels_levels as kernels
 from co3_flower.compressors.interface import (
     BodyReader,
     Compressor,
     State,
     Tensors,
-    check_count,
-    check_range,
     flatten,
     generator,
     unflatten,
@@ -58,7 +57,7 @@ class Rotation(Compressor):
     block: int = 2**16
 
     def __post_init__(self) -> None:
-        check_count("block", self.block, _SMALLEST, 2**24)
+        check_integer_within("block", self.block, _SMALLEST, 2**24)
         if self.block & (self.block - 1):
             raise ConfigError(f"block must be a power of two, got {self.block}")
 
@@ -132,7 +131,7 @@ class Eden(Rotation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("bits", self.bits, 1, 4)
+        check_integer_within("bits", self.bits, 1, 4)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return a float32 scale a block and the codes; there is no state."""
@@ -183,7 +182,7 @@ class OneBit(Rotation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("dither", self.dither, 0.0, 1e6)
+        check_number("dither", self.dither, 0.0, 1e6)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return a float32 scale a block and the signs; there is no state."""

@@ -9,14 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from co3_flower.checks import check_integer_within, check_number
 from co3_flower.compressors import kernels_sketch
 from co3_flower.compressors.interface import (
     BodyReader,
     Compressor,
     State,
     Tensors,
-    check_count,
-    check_range,
     flatten,
     generator,
     unflatten,
@@ -93,13 +92,13 @@ class CountSketch(Compressor):
     hash_seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("rows", self.rows, 1, 255)
-        check_range("columns", self.columns, 0, 1, open_below=True)
-        check_range("k", self.k, 0, 1, open_below=True)
-        check_range("momentum", self.momentum, 0, 0.9999)
+        check_integer_within("rows", self.rows, 1, 255)
+        check_number("columns", self.columns, 0, 1, open_below=True)
+        check_number("k", self.k, 0, 1, open_below=True)
+        check_number("momentum", self.momentum, 0, 0.9999)
         if not isinstance(self.masking, bool):
             raise ConfigError(f"masking must be True or False, got {self.masking!r}")
-        check_count("hash_seed", self.hash_seed, 0, 2**63 - 1)
+        check_integer_within("hash_seed", self.hash_seed, 0, 2**63 - 1)
 
     def compress(self, tensors: Tensors, state: State, round_seed: int) -> tuple[bytes, Tensors]:
         """Return the table; there is no state."""

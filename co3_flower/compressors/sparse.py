@@ -16,14 +16,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from co3_flower.checks import check_integer_within, check_number
 from co3_flower.compressors import kernels_sparse
 from co3_flower.compressors.interface import (
     BodyReader,
     Compressor,
     State,
     Tensors,
-    check_count,
-    check_range,
     compensate,
     flatten,
     residual_state,
@@ -48,7 +47,7 @@ class Sparse(Compressor):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        check_range("ratio", self.ratio, 0, 1, open_below=True)
+        check_number("ratio", self.ratio, 0, 1, open_below=True)
 
     def select(
         self, vector: NDArray[np.float32], state: State
@@ -151,9 +150,9 @@ class Sidco(Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("first_ratio", self.first_ratio, 0.001, 0.999)
-        check_count("adaptation_rounds", self.adaptation_rounds, 1, 10_000)
-        check_range("tolerance", self.tolerance, 0, 1)
+        check_number("first_ratio", self.first_ratio, 0.001, 0.999)
+        check_integer_within("adaptation_rounds", self.adaptation_rounds, 1, 10_000)
+        check_number("tolerance", self.tolerance, 0, 1)
 
     def select(
         self, vector: NDArray[np.float32], state: State

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from co3_flower.compressors import is_rival
 from co3_flower.figures import load_matplotlib
 from sim.compare.results import Score, best_by_label
 
@@ -33,7 +34,7 @@ def draw_comparison(stages: Mapping[str, Sequence[Score]]) -> Any:
     figure = load_matplotlib()(figsize=(5.2 * columns, 4.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
     names = list(dict.fromkeys(s.compressor for found in stages.values() for s in found))
-    rivals = [name for name in names if name not in ("co3", "none")]
+    rivals = [name for name in names if is_rival(name)]
     for axis, (title, found) in zip(axes, stages.items(), strict=False):
         for name in names:
             line = [s for s in best_by_label(found).values() if s.compressor == name]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from co3_flower import ConfigError
+from co3_flower.compressors import is_rival
 from sim.outputs import Row, read_rows, read_summary
 from sim.settings import Value
 from sim.sweep import Point
@@ -82,7 +83,7 @@ class Score:
     @property
     def is_rival(self) -> bool:
         """Whether it is neither CO3 nor float32."""
-        return self.compressor not in ("co3", "none")
+        return is_rival(self.compressor)
 
     def mean(self, key: str) -> float:
         """Return the mean of a field."""
