@@ -24,6 +24,7 @@ from co3_flower.stats import TensorStats, UpdateStats
 
 if TYPE_CHECKING:
     from co3_flower.client import CO3NumPyClient, co3_mod
+    from co3_flower.device_array import device_record
     from co3_flower.strategy import CO3Strategy
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "accumulate_update",
     "co3_mod",
     "decode_update",
+    "device_record",
     "encode_raw_update",
     "encode_update",
     "fit_gennorm",
@@ -52,6 +54,7 @@ __all__ = [
 _FLOWER = {
     "CO3NumPyClient": "co3_flower.client",
     "co3_mod": "co3_flower.client",
+    "device_record": "co3_flower.device_array",
     "CO3Strategy": "co3_flower.strategy",
 }
 

@@ -9,8 +9,10 @@ float32 as written, so that a plain NumPy reference gives the same bits:
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from co3_flower.codec import accumulate_update, decode_update
 from co3_flower.compressors import Compressor
+from co3_flower.dense import Dense, bring_to_host, dense_for
 from co3_flower.errors import PayloadError
 from co3_flower.layout import sub_layout
 from co3_flower.limits import NormLimit, limit_arrays
@@ -61,6 +64,8 @@ class Decoder:
         Threads of the codec.
     norm_limit : NormLimit, optional
         Bound on each update.
+    device : str, optional
+        Where the codec decodes and adds, as torch names it; None for the host.
     """
 
     roles: TensorRoles
@@ -69,8 +74,14 @@ class Decoder:
     rival: Compressor | None = None
     num_threads: int = 1
     norm_limit: NormLimit | None = None
+    device: str | None = None
 
-    def add(self, reply: TrainReply, total: Float32s, weight: int) -> Arrays:
+    @cached_property
+    def dense(self) -> Dense:
+        """Where sums are made: on the device, for the codec."""
+        return dense_for({}, self.device if self.rival is None else None, self.num_threads)
+
+    def add(self, reply: TrainReply, total: Mapping[str, Any], weight: int) -> Arrays:
         """Decode a reply into a weighted sum, and return what was not added to it.
 
         Raises
@@ -88,6 +99,7 @@ class Decoder:
             num_threads=self.num_threads,
             max_magnitude=largest_entry(weight),
             norm_limit=self.norm_limit,
+            device=self.device,
         )
 
     def decode(self, reply: TrainReply, weight: int) -> Arrays:
@@ -113,14 +125,14 @@ class UpdateSum:
     Parameters
     ----------
     decoder : Decoder
-        What they are decoded by.
+        What they are decoded by; `bring_home` ends what it does on a device.
     names : tuple of str
         The float tensors that are summed.
     """
 
     decoder: Decoder
     names: tuple[str, ...]
-    total: Float32s = dataclasses.field(init=False)
+    total: dict[str, Any] = dataclasses.field(init=False)
     weight: int = 0
     used: list[TrainReply] = dataclasses.field(default_factory=list)
     refused: list[tuple[TrainReply, str]] = dataclasses.field(default_factory=list)
@@ -129,9 +141,12 @@ class UpdateSum:
     _most_examples: int = 0
 
     def __post_init__(self) -> None:
-        like = self.decoder.roles.like
-        shapes = dict(zip(like.names, like.shapes, strict=True))
-        self.total = {name: np.zeros(shapes[name], np.float32) for name in self.names}
+        like, dense = self.decoder.roles.like, self.decoder.dense
+        self.total = {
+            name: dense.zeros(math.prod(shape)).reshape(shape)
+            for name, shape in zip(like.names, like.shapes, strict=True)
+            if name in self.names
+        }
 
     @property
     def roles(self) -> TensorRoles:
@@ -153,6 +168,10 @@ class UpdateSum:
         if decoded is not None:
             self._take(reply, decoded, weight)
         return decoded
+
+    def bring_home(self) -> None:
+        """Bring sums on a device to the host; nothing is added after that."""
+        self.total = bring_to_host(self.total)
 
     def finish(self, server_state: Mapping[str, NDArray[np.float32]]) -> Float32s:
         """Replace the sums by their means, and a sketch by the update that it stands for.
@@ -187,7 +206,7 @@ class UpdateSum:
     def _take(self, reply: TrainReply, arrays: Mapping[str, NDArray[Any]], weight: int) -> None:
         for name, value in arrays.items():
             if name in self.total:
-                add_weighted(self.total[name], value, weight)
+                self.decoder.dense.add_weighted(self.total[name], value, weight)
         if reply.num_examples > self._most_examples:
             self._most_examples = reply.num_examples
             self.others = {
@@ -195,12 +214,6 @@ class UpdateSum:
             }
         self.weight += weight
         self.used.append(reply)
-
-
-def add_weighted(total: NDArray[np.float32], update: NDArray[Any], weight: int) -> None:
-    """Add in place, ``total = f32(total + f32(f32(weight) * f32(update)))``."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total += np.float32(weight) * np.asarray(update, np.float32)
 
 
 def sum_updates(
@@ -221,6 +234,7 @@ def sum_updates(
     result = UpdateSum(decoder, tuple(name for name in roles.like.names if name in roles.floats))
     for reply, weight in zip(replies, weights, strict=True):
         result.add(reply, weight)
+    result.bring_home()
     return result
 
 
@@ -233,7 +247,7 @@ def decode_replies(
     """
     roles = decoder.roles
     buffers = (n for n in roles.buffer_names if n in roles.floats and n in roles.like.names)
-    result = UpdateSum(decoder, tuple(buffers))
+    result = UpdateSum(dataclasses.replace(decoder, device=None), tuple(buffers))
     updates = []
     for reply, weight in zip(replies, weights, strict=True):
         if (decoded := result.add_dense(reply, weight)) is not None:

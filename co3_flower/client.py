@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 
 from co3_flower.codec import EncodedUpdate, encode_raw_update, encode_update
 from co3_flower.compressors import Compressor, rival_stats, settings_of
+from co3_flower.dense import Array, Dense, bring_to_host, dense_for
+from co3_flower.device_array import held_values
 from co3_flower.errors import ConfigError
 from co3_flower.layout import Layout, as_arrays
 from co3_flower.memory import ClientMemory, Origin, Recalled, client_memory
@@ -61,7 +63,7 @@ from co3_flower.replies import (
 )
 from co3_flower.roles import TensorRoles
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, Array]  # NumPy arrays, or torch tensors on a device
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class SentUpdate:
     server_round : int
         From 1.
     update : dict of str to array
-        What was to be sent, in layout order, before compensation.
+        What was to be sent, in layout order, before compensation: NumPy arrays, or torch tensors
+        where the app gave such on a device.
     trainable : tuple of str
         Its tensors that are trained: floats that are no buffers.
     encoded : EncodedUpdate
@@ -134,7 +137,8 @@ class CO3NumPyClient(NumPyClient):
         Returns
         -------
         update : list of arrays
-            In the order of ``parameters``, with their shapes. Trainable entries: the gradient, or
+            NumPy arrays, or torch tensors, which are coded where they are, in the order of
+            ``parameters``, with their shapes. Trainable entries: the gradient, or
             after minus before; float buffers: after minus before in both; integer and bool entries:
             the new value.
         num_examples : int
@@ -159,7 +163,7 @@ class CO3NumPyClient(NumPyClient):
             raise ValueError(
                 f"update must have {len(parameters)} arrays, one a parameter, got {len(values)}"
             )
-        update = as_arrays(dict(zip(received, values, strict=True)))
+        update = dict(zip(received, values, strict=True))
         sender = _Sender(self.context, settings, roles)
         reply = {PREFIX + key: value for key, value in sender.encode(update).items()}
         sender.save()
@@ -295,21 +299,23 @@ class _Sender:
         self._memory: ClientMemory | None = None
         self._encoded: EncodedUpdate | None = None
 
-    def encode(self, update: Mapping[str, NDArray[Any]]) -> dict[str, ConfigRecordValues]:
+    def encode(self, update: Mapping[str, Array]) -> dict[str, ConfigRecordValues]:
         """Return the scalars of the reply; nothing is stored yet."""
         start = time.perf_counter()
         roles = self._roles
-        sent = {}
-        for name, shape, dtype in zip(
-            roles.like.names, roles.like.shapes, roles.like.dtypes, strict=True
-        ):
-            if update[name].shape != shape:
-                raise ValueError(
-                    f"update must have shape {shape}, got {update[name].shape} in tensor {name!r}"
-                )
-            sent[name] = _cast(name, update[name], dtype)
+        dense = dense_for(update, None, 1)
+        arrays = dense.arrays({name: update[name] for name in roles.like.names})
+        got = Layout.of(arrays)
+        for name, shape, wanted in zip(got.names, got.shapes, roles.like.shapes, strict=True):
+            if shape != wanted:
+                raise ValueError(f"update must have shape {wanted}, got {shape} in tensor {name!r}")
+        sent = {
+            name: _as_sent(dense, name, arrays[name], dtype, wanted)
+            for name, dtype, wanted in zip(got.names, got.dtypes, roles.like.dtypes, strict=True)
+        }
         if self._settings.rival is not None:
-            self._encoded = self._encode_by(roles.compressor(self._settings.rival), sent)
+            rival = roles.compressor(self._settings.rival)
+            self._encoded = self._encode_by(rival, as_arrays(sent))
         elif self._settings.compressor == "none":
             self._encoded = encode_raw_update(sent)
         else:
@@ -326,7 +332,7 @@ class _Sender:
 
     def _encode_by_codec(self, sent: Arrays) -> EncodedUpdate:
         config = self._roles.codec_config(self._settings.codec, _num_threads(self._context))
-        origin = Origin(_residual_digest(sent, self._roles), config.float_format.name, config.gamma)
+        origin = Origin(_residual_digest(self._roles), config.float_format.name, config.gamma)
         recalled = self._recall(origin, config.scale_refit_every)
         return encode_update(
             sent,
@@ -339,7 +345,7 @@ class _Sender:
 
     def _encode_by(self, compressor: Compressor, sent: Arrays) -> EncodedUpdate:
         name = f"{compressor.name} {settings_of(compressor)}"
-        recalled = self._recall(Origin(_residual_digest(sent, self._roles), name, 1.0))
+        recalled = self._recall(Origin(_residual_digest(self._roles), name, 1.0))
         state = recalled.residual or {}
         if recalled.unused_payload is not None:
             seed = self._round_seed(recalled.server_round)
@@ -365,7 +371,7 @@ class _Sender:
                 for row in encoded.stats.tensors
                 if row.name in self._roles.trainable and row.zero_fraction < 1
             }
-            self._memory.save(encoded.residual, encoded.payload, scales)
+            self._memory.save(bring_to_host(encoded.residual), encoded.payload, scales)
         return encoded
 
 
@@ -421,15 +427,15 @@ def _differences(
 ) -> Arrays:
     """Return after minus before for float tensors, and the new value for the others."""
     after = _arrays_of(record, ARRAYS, names)
+    dense = dense_for(after, None, 1)
     for name in names:
-        if after[name].shape != received[name].shape:
+        if tuple(after[name].shape) != received[name].shape:
             raise ValueError(
-                f"reply must keep shape {received[name].shape}, got {after[name].shape} in {name!r}"
+                f"reply must keep shape {received[name].shape}, got {tuple(after[name].shape)} in "
+                f"{name!r}"
             )
         if name in roles.floats:
-            wide = np.result_type(np.float32, received[name].dtype)
-            with np.errstate(over="ignore", invalid="ignore"):  # the codec names what is not finite
-                after[name] = np.subtract(after[name], received[name], dtype=wide)
+            after[name] = dense.difference(after[name], received[name])
     return after
 
 
@@ -437,24 +443,29 @@ def _arrays_of(record: ArrayRecord, what: str, names: list[str]) -> Arrays:
     missing = [name for name in names if name not in record]
     if missing:
         raise ValueError(f"ArrayRecord '{what}' of the reply must hold {names}, got no {missing}")
-    return {name: values_of(record[name]) for name in names}
+    return {name: held_values(record[name]) for name in names}
 
 
-def _cast(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _as_sent(
+    dense: Dense, name: str, array: Array, dtype: np.dtype[Any], wanted: np.dtype[Any]
+) -> Array:
     """Return float tensors as float32 and check that integer and bool tensors keep their dtype."""
-    if dtype != np.float32 and value.dtype != dtype:
-        raise ValueError(f"update must have dtype {dtype}, got {value.dtype} in tensor {name!r}")
-    with np.errstate(over="ignore"):  # the codec names what is not finite
-        return np.ascontiguousarray(value, dtype).reshape(value.shape)
+    if wanted == np.float32:
+        return dense.as_float32(array)
+    if dtype != wanted:
+        raise ValueError(f"update must have dtype {wanted}, got {dtype} in tensor {name!r}")
+    return array
 
 
-def _residual_digest(sent: Arrays, roles: TensorRoles) -> bytes:
+def _residual_digest(roles: TensorRoles) -> bytes:
     """Return 8 bytes over names, shapes and roles of the error-fed tensors."""
     raw, buffers = roles.kinds["raw"], roles.kinds["buffers"]
     rows = [
-        (name, array.shape, name in buffers)
-        for name, array in sent.items()
-        if array.dtype == np.float32 and name not in raw
+        (name, shape, name in buffers)
+        for name, shape, dtype in zip(
+            roles.like.names, roles.like.shapes, roles.like.dtypes, strict=True
+        )
+        if dtype == np.float32 and name not in raw
     ]
     return hashlib.blake2b(repr(rows).encode(), digest_size=8).digest()
 

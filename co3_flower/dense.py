@@ -25,7 +25,7 @@ from co3_flower.bitstream import (
     split_evenly,
 )
 from co3_flower.formats import FloatFormat
-from co3_flower.layout import TENSOR_FLOAT32, Layout, Plan, as_arrays, is_tensor
+from co3_flower.layout import TENSOR_FLOAT32, Layout, Plan, as_arrays, cut_flat, is_tensor
 from co3_flower.payload import Parts, scale_limits
 from co3_flower.quantize import kernel_format, rule_table
 from co3_flower.tables import CodeTables, Converted
@@ -55,6 +55,12 @@ class Dense(Protocol):
 
     def arrays(self, update: Mapping[str, Any]) -> dict[str, Array]:
         """Return an update's tensors, checked as by `layout.as_arrays`."""
+
+    def difference(self, after: Array, before: Array) -> Array:
+        """Return after minus before as float32, from the wider of float32 and the dtype before."""
+
+    def as_float32(self, array: Array) -> Array:
+        """Return a tensor as float32 in C order; no copy where none is needed."""
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """Return a tensor as NumPy array."""
@@ -174,6 +180,9 @@ class Dense(Protocol):
     ) -> None:
         """Add values[tensor, symbol] to each tensor's sum in place."""
 
+    def add_weighted(self, total: Array, update: Array, weight: int) -> None:
+        """Add in place, ``total = f32(total + f32(f32(weight) * f32(update)))``."""
+
 
 def dense_for(tensors: Mapping[str, Any] | Layout, device: Any, num_threads: int) -> Dense:
     """Return what works on tensors where they live.
@@ -190,6 +199,24 @@ def dense_for(tensors: Mapping[str, Any] | Layout, device: Any, num_threads: int
     if device is None and isinstance(tensors, Mapping):
         device = next((x.device for x in tensors.values() if is_on_device(x)), None)
     return HostDense(num_threads) if device is None else _torch_dense(device)
+
+
+def bring_to_host(arrays: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Return float32 arrays as NumPy arrays; those of a device come in one go.
+
+    Parameters
+    ----------
+    arrays : mapping of str to float32 array
+        NumPy arrays, or torch tensors on one device, such as a residual.
+    """
+    dense = dense_for(arrays, None, 1)
+    if isinstance(dense, HostDense):
+        return as_arrays(arrays)
+    tensors = list(arrays.values())
+    offsets = np.cumsum([0, *(tensor.numel() for tensor in tensors)])
+    flat = dense.to_host(dense.as_flat(tensors, int(offsets[-1])))
+    parts = cut_flat(flat, offsets, [tuple(tensor.shape) for tensor in tensors])
+    return dict(zip(arrays, parts, strict=True))
 
 
 def is_on_device(array: Any) -> bool:
@@ -223,6 +250,17 @@ class HostDense:
     def arrays(self, update: Mapping[str, Any]) -> dict[str, Array]:
         """See `Dense`."""
         return as_arrays(update)
+
+    def difference(self, after: Array, before: Array) -> Array:
+        """See `Dense`."""
+        wide = np.result_type(np.float32, before.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is named later
+            return self.as_float32(np.subtract(after, before, dtype=wide))
+
+    def as_float32(self, array: Array) -> Array:
+        """See `Dense`."""
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array, np.float32).reshape(array.shape)
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """See `Dense`."""
@@ -444,6 +482,11 @@ class HostDense:
                 kernels.accumulate(total, symbols[begin:end], table)
 
         self._run(add, np.diff(offsets))
+
+    def add_weighted(self, total: Array, update: Array, weight: int) -> None:
+        """See `Dense`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            total += np.float32(weight) * np.asarray(update, np.float32)
 
     def _run(self, work: Callable[[int, int], None], sizes: NDArray[np.int64]) -> None:
         run_parts(work, split_evenly(sizes, self.num_threads), self.num_threads)

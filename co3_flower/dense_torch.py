@@ -65,6 +65,16 @@ class TorchDense:
                 tensors[name] = torch.tensor(as_arrays({name: value})[name])
         return tensors
 
+    def difference(self, after: Any, before: Any) -> Tensor:
+        """See `Dense`."""
+        start = self._here(before)
+        wide = torch.promote_types(torch.float32, start.dtype)
+        return self.as_float32(self._here(after).to(wide) - start.to(wide))
+
+    def as_float32(self, array: Any) -> Tensor:
+        """See `Dense`."""
+        return self._here(array).to(torch.float32).contiguous()
+
     def to_host(self, array: Tensor) -> NDArray[Any]:
         """See `Dense`."""
         host: NDArray[Any] = array.cpu().numpy()
@@ -76,6 +86,10 @@ class TorchDense:
 
     def flatten(self, arrays: Sequence[Tensor], num_entries: int) -> Tensor:
         """See `Dense`."""
+        if not any(map(is_tensor, arrays)):
+            parts = [np.asarray(array, np.float32).reshape(-1) for array in arrays]
+            host = np.concatenate([np.empty(0, np.float32), *parts])  # goes up in one piece
+            return torch.from_numpy(host).to(self.device)
         flat = torch.empty(num_entries, dtype=torch.float32, device=self.device)
         if arrays:
             parts = [self._here(array).reshape(-1).to(torch.float32) for array in arrays]
@@ -276,6 +290,10 @@ class TorchDense:
         decoded = self._values(symbols, offsets, values)
         for total, (begin, end) in zip(sums, itertools.pairwise(offsets.tolist()), strict=True):
             total += decoded[begin:end]
+
+    def add_weighted(self, total: Tensor, update: Any, weight: int) -> None:
+        """See `Dense`."""
+        total += self.as_float32(update) * float(np.float32(weight))
 
     def choose_modes(
         self,

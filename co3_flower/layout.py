@@ -72,7 +72,7 @@ class Layout:
         for name, value in like.items():
             if is_tensor(value):
                 check_tensor(name, value)
-                dtypes.append(_tensor_dtype(name, value))
+                dtypes.append(tensor_dtype(name, value))
             else:
                 value = value if isinstance(value, np.ndarray | np.generic) else np.asarray(value)
                 dtypes.append(value.dtype)
@@ -292,7 +292,7 @@ def dense_tensor(value: Any) -> Any:
     return value.float() if str(value.dtype) == "torch.bfloat16" else value
 
 
-def _tensor_dtype(name: str, value: Any) -> np.dtype[Any]:
+def tensor_dtype(name: str, value: Any) -> np.dtype[Any]:
     """Return NumPy's dtype of a torch tensor, float32 for bfloat16."""
     name_of_dtype = str(value.dtype).removeprefix("torch.")
     try:
@@ -307,7 +307,7 @@ def _tensor_dtype(name: str, value: Any) -> np.dtype[Any]:
 def _as_array(name: str, value: Any) -> NDArray[Any]:
     if is_tensor(value):
         check_tensor(name, value)
-        _tensor_dtype(name, value)
+        tensor_dtype(name, value)
         return np.asarray(dense_tensor(value).cpu().numpy())
     return np.asarray(value)
 

@@ -42,6 +42,7 @@ from co3_flower.checks import (
 from co3_flower.codec import least_payload_bytes
 from co3_flower.compressors import Co3, Compressor, is_rival, make_compressor, settings_of
 from co3_flower.config import CodecConfig
+from co3_flower.dense import dense_for
 from co3_flower.errors import ConfigError
 from co3_flower.evaluation import aggregate_evaluation, mean_metrics
 from co3_flower.inner import aggregate_inner, check_inner, configure_inner
@@ -131,6 +132,10 @@ class CO3Strategy(Strategy):
     memory_dir, experiment_id : str, optional
         Directory on the clients for residuals in files (empty: Flower's context), and the name
         that the files carry (empty: the run's id).
+    device : str, optional
+        Where replies are decoded and added up, as torch names it ("cuda"), by torch; None for the
+        host. The sums are the same. With ``inner``, and for other compressors, it is the host in
+        any case.
     checkpoint_path : str or Path, optional
         File that `start` replaces before each round's messages go out: all that it needs to go on
         from there, an inner strategy's state included. Without an ``experiment_id`` it makes one,
@@ -185,6 +190,7 @@ class CO3Strategy(Strategy):
         uplink_budget_bytes: int | None = None,
         memory_dir: str | None = None,
         experiment_id: str = "",
+        device: str | None = None,
         checkpoint_path: str | Path | None = None,
     ) -> None:
         self.compressor, self.codec, self._rival = _compressor(config)
@@ -242,6 +248,9 @@ class CO3Strategy(Strategy):
         self.reclip = reclip
         self.uplink_budget_bytes = uplink_budget_bytes or None
         self.memory_dir = memory_dir or ""
+        self.device = device
+        if device is not None:
+            dense_for({}, device, 1)  # refuses what torch does not know
         self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
         if self.checkpoint_path is not None and inner is not None:
             strategy_state(inner)  # refuses what could not be restored
@@ -450,6 +459,7 @@ class CO3Strategy(Strategy):
             rival=self._rival,
             num_threads=self.codec.num_threads,
             norm_limit=self._norm_limit(roles),
+            device=self.device,
         )
         if self.inner is None:
             total = sum_updates(decoder, good, self._weights(good))

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from co3_flower import ConfigError, decode_update
 from co3_flower.client import SentUpdate
+from co3_flower.dense import bring_to_host
 from co3_flower.files import read_tensors, write_tensors
+from co3_flower.layout import as_arrays
 from co3_flower.records import client_id
 from sim.models import figure_layers
 from sim.settings import Settings
@@ -122,7 +124,7 @@ def _add(base: Path, sent: SentUpdate) -> None:
     else:
         shapes = [[name, list(sent.update[name].shape)] for name in sent.trainable]
         note = {"client": CLIENT, "rounds": [], "tensors": shapes}
-        size = sum(sent.update[name].size for name in sent.trainable)
+        size = sum(math.prod(shape) for _, shape in shapes)
         sums = np.lib.format.open_memmap(sums_path, "w+", np.float32, (len(parts), size))
     for row, tensors in zip(sums, parts, strict=True):
         start = 0
@@ -150,13 +152,14 @@ def _finish(base: Path) -> None:
 
 def _summed_parts(sent: SentUpdate) -> tuple[list[NDArray[np.float32]], ...]:
     """Return gradient, residual and decoded update, each a list of the trainable tensors."""
-    decoded = decode_update(sent.encoded.payload, like=sent.update)
-    residual = sent.encoded.residual  # not of tensors that travel raw
+    update = as_arrays(sent.update)
+    decoded = decode_update(sent.encoded.payload, like=update)
+    residual = bring_to_host(sent.encoded.residual)  # not of tensors that travel raw
     zero = np.zeros(1, np.float32)
     return (
-        [sent.update[name] for name in sent.trainable],
+        [update[name] for name in sent.trainable],
         [
-            residual[name] if name in residual else np.broadcast_to(zero, sent.update[name].shape)
+            residual[name] if name in residual else np.broadcast_to(zero, update[name].shape)
             for name in sent.trainable
         ],
         [decoded[name] for name in sent.trainable],

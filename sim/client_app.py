@@ -1,17 +1,17 @@
 """The ClientApp: trains on the client's own images; `co3_mod` makes the reply small.
 
 The app below is an ordinary one: it returns its gradient, or its new weights. Converting,
-correcting and compressing happen in the mod, which stands first and therefore outermost.
+correcting and compressing happen in the mod, which stands first and therefore outermost, and on
+the device that trains: `device_record` leaves the tensors there.
 """
 
 from functools import partial
 from pathlib import Path
 
-import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from co3_flower import ConfigError, co3_mod
+from co3_flower import ConfigError, co3_mod, device_record
 from co3_flower.records import client_id, derive_seed
 from sim.capture import save_update
 from sim.data import client_positions, shared_images
@@ -56,10 +56,10 @@ def train(message: Message, context: Context) -> Message:
     reply = RecordDict()
     if settings.payload == "gradient":
         gradient, loss = mean_gradient(net, images, **work)
-        reply["gradient"] = ArrayRecord(gradient)
+        reply["gradient"] = device_record(gradient)
     else:
         loss = local_sgd(net, images, lr=settings.lr, **work)
-    reply["arrays"] = ArrayRecord(_on_cpu(net.state_dict()))
+    reply["arrays"] = device_record(net.state_dict())
     reply["metrics"] = MetricRecord({"num-examples": len(images), "train-loss": loss})
     return Message(content=reply, reply_to=message)
 
@@ -94,7 +94,3 @@ def _client_images(settings: Settings, context: Context, num_classes: int) -> Im
         seed=settings.seed,
     )
     return shared.subset(positions)
-
-
-def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in state.items()}

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from rich.console import Console
 from rich.progress import (
@@ -350,7 +350,7 @@ def _print_event(
             outcome = f"accuracy {accuracy:.2%}  {outcome}"
     else:
         outcome = f"failed: {event.summary['error']}"
-    line = f"{num_ended}/{num_points}  {event.point.name}  {outcome}"
+    line = f"{num_ended}/{num_points}  {unquote(event.point.name)}  {outcome}"
     if left is not None and not console.is_terminal:  # a log has no bar that shows it
         line += f"  ({timedelta(seconds=math.ceil(left))} left)"
     console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -105,7 +105,7 @@ def mean_gradient(
 
     Returns
     -------
-    gradient : dict of float32 tensors, on the CPU, keyed as the net's parameters
+    gradient : dict of float32 tensors, on `device`, keyed as the net's parameters
     loss : float
         Mean over the minibatches.
     """
@@ -117,7 +117,7 @@ def mean_gradient(
         loss.backward()  # .grad sums over the minibatches
         total += loss.item()
     gradient = {
-        name: torch.zeros_like(weight, device="cpu") if weight.grad is None else weight.grad.cpu()
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in net.named_parameters()
     }
     return gradient, total

@@ -12,6 +12,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,17 @@ def real_gradient(co3_data: Path) -> dict[str, np.ndarray]:
 def small_real_gradient(real_gradient: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every eleventh tensor of the real gradient: 34 tensors, kernels, weights and biases mixed."""
     return {name: real_gradient[name] for name in list(real_gradient)[::11]}
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Let torch work in one thread: where tensors are small, more only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ ORDER = (
     "checks",
     "compressors",
     "records",
+    "device_array",
     "roles",
     "replies",
     "memory",

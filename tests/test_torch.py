@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,7 @@ FORMATS = ("e2m1", "e1m2", "e3m0", "e2m1fn", "e4m3fn", "e5m2")
 FEW_STEPS = {"num_streams": 32}  # a torch decoder takes as many steps as a stream has symbols
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small: more only wait for each other
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def make_update(rng: np.random.Generator, shape: tuple[int, int], numel: int) -> Arrays:

@@ -106,9 +106,9 @@ def accuracy(model: dict[str, np.ndarray]) -> float:
     return float(((images @ model["weight"].T + model["bias"]).argmax(axis=1) == labels).mean())
 
 
-def message_app() -> ClientApp:
-    """Return a message-API app with co3_mod; the partition-id is the client."""
-    app = ClientApp(mods=[co3_mod])
+def message_app(*mods: Any) -> ClientApp:
+    """Return a message-API app with co3_mod, then these mods; the partition-id is the client."""
+    app = ClientApp(mods=[co3_mod, *mods])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
