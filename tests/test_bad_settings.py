@@ -20,7 +20,7 @@ from flwr.app import Context, RecordDict
 from test_app_data import own_cache, write_parquet
 from test_app_server import TestRun
 
-import sim.cli
+import sim.runs
 from co3_flower import ConfigError
 from co3_flower.cli import main
 from co3_flower.memory import ClientMemory, FileStore, Origin
@@ -118,7 +118,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any) -> None:
         raise AssertionError("Flower was started")
 
-    monkeypatch.setattr(sim.cli, "Engine", start)
+    monkeypatch.setattr(sim.runs, "Engine", start)
 
 
 def call_run(
@@ -291,9 +291,9 @@ def test_read_only_disk_is_found_before_flower_starts(
     key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if key == "memory-dir":
-        checked = sim.cli.check_writable
+        checked = sim.runs.check_writable
         monkeypatch.setattr(
-            sim.cli, "check_writable", lambda p, k: None if k == "run-dir" else checked(p, k)
+            sim.runs, "check_writable", lambda p, k: None if k == "run-dir" else checked(p, k)
         )
     error = call_run(monkeypatch, capsys, f"run-dir='{tmp_path}/run' {key}='{tmp_path}/there'")
     assert error.startswith(f"{key} must be a folder that can be written, got '{tmp_path}/there' (")
@@ -305,13 +305,13 @@ def test_read_only_disk_is_found_before_flower_starts(
 def test_full_disk_is_found_before_flower_starts(
     key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    real = sim.cli.check_writable
+    real = sim.runs.check_writable
 
     def check(path: Path, name: str) -> None:
         with files_up_to(1000 if name == key else 2**30):
             real(path, name)
 
-    monkeypatch.setattr(sim.cli, "check_writable", check)
+    monkeypatch.setattr(sim.runs, "check_writable", check)
     error = call_run(monkeypatch, capsys, f"run-dir='{tmp_path}/run' {key}='{tmp_path}/there'")
     assert error.startswith(f"{key} must be a folder that can be written, got '{tmp_path}/there'")
     assert list((tmp_path / "there").iterdir()) == []

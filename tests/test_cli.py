@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from co3_flower import ConfigError
 from co3_flower.cli import find_checkout, main, make_app
-from sim.cli import (
+from sim.engine import end_sessions, engine_processes, to_toml
+from sim.outputs import read_rows
+from sim.resolve import (
     DEFAULT_NUM_CLIENTS,
     gpu_share,
-    last_error,
     resolve_remote_settings,
     resolve_settings,
 )
-from sim.engine import end_sessions, engine_processes, to_toml
-from sim.outputs import read_rows
+from sim.runs import last_error
 from sim.settings import parse_overrides, read_config_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -11,7 +11,6 @@ import pytest
 
 from co3_flower import ConfigError
 from conftest import REPOSITORY
-from sim.cli import compare_dir
 from sim.compare.figure import draw_comparison, save_figure
 from sim.compare.plan import Comparison, read_comparison
 from sim.compare.results import (
@@ -24,6 +23,7 @@ from sim.compare.results import (
     scores,
     target_accuracy,
 )
+from sim.compare.run import compare_dir
 from sim.compare.table import format_comparison
 from sim.settings import Settings
 

@@ -13,16 +13,11 @@ import pytest
 
 from co3_flower import ConfigError
 from conftest import REPOSITORY
-from sim.cli import DEFAULT_NUM_CLIENTS, resolve_points
 from sim.outputs import read_summary
+from sim.points import Point, point_name, sole_owner
+from sim.resolve import DEFAULT_NUM_CLIENTS
 from sim.settings import read_config_file
-from sim.sweep import (
-    Point,
-    format_sweep_table,
-    pending_points,
-    point_name,
-    sole_owner,
-)
+from sim.sweep import format_sweep_table, pending_points, resolve_points
 
 BIN = Path(sys.executable).parent
 NUM_ROUNDS = 2

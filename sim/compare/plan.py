@@ -31,8 +31,8 @@ from typing import Any
 
 from co3_flower import ConfigError
 from sim.compare.results import LABEL, STAGE, Result, best_by_label, rank_rivals, scores
+from sim.points import Point, point_name
 from sim.settings import Settings, Value, check_keys, check_scalar, read_toml
-from sim.sweep import Point, point_name
 
 TARGET_SHARE = "target-share"
 DEFAULT_TARGET_SHARE = 0.95

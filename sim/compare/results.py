@@ -10,8 +10,8 @@ from pathlib import Path
 from co3_flower import ConfigError
 from co3_flower.compressors import is_rival
 from sim.outputs import Row, read_rows, read_summary
+from sim.points import Point
 from sim.settings import Value
-from sim.sweep import Point
 
 FILE_NAME = "results.jsonl"
 LABEL, STAGE = "label", "stage"  # beside a point's settings
