@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from co3_flower import ConfigError
+from co3_flower.compressors import COMPRESSORS, is_rival
 from conftest import REPOSITORY
-from sim.compare.figure import draw_comparison, save_figure
+from sim.compare.figure import COLORS, MARKERS, draw_comparison, save_figure
 from sim.compare.plan import Comparison, read_comparison
 from sim.compare.results import (
     FILE_NAME,
@@ -144,6 +145,21 @@ def test_rivals_that_miss_the_target_come_behind_by_accuracy() -> None:
     )
     assert target_accuracy(found, 0.95) == pytest.approx(0.475)
     assert [s.label for s in rank_rivals(found, 0.95)] == ["d", "b", "a"]
+
+
+def test_rivals_are_ranked_by_their_better_strength_and_by_what_they_hold() -> None:
+    found = scores(
+        [
+            result("float32", "none"),
+            result("late, weak", "topk", curve=[(0, 0.1), (90_000, 0.5)]),
+            result("early", "topk", curve=[(0, 0.1), (10, 0.5)]),
+            result("middle", "stc", curve=[(0, 0.1), (20, 0.5)]),
+            result("by chance", "sidco", accuracy=0.4, curve=[(0, 0.1), (5, 0.5), (10, 0.3)]),
+            result("never", "qsgd", accuracy=0.45, curve=[(0, 0.1), (10, 0.45)]),
+        ]
+    )
+    labels = [s.label for s in rank_rivals(found, 0.95)]
+    assert labels == ["early", "middle", "by chance", "never"]
 
 
 def test_scores_are_means_over_seeds_only() -> None:
@@ -304,3 +320,8 @@ def test_comparison_goes_on_where_it_was_and_refuses_other_settings(tmp_path: Pa
     third = compare()
     assert third.returncode == 2
     assert "local-steps must be 1 as in" in third.stderr
+
+
+def test_every_rival_has_a_look_of_its_own() -> None:
+    rivals = [name for name in COMPRESSORS if is_rival(name)]
+    assert len({*zip(COLORS, MARKERS, strict=True)}) >= len(rivals)

@@ -12,9 +12,9 @@ FIGURE_NAME = "accuracy-against-R"
 GREY, DARK, CO3_COLOR = "#6b7280", "#1f2937", "#c2410c"
 COLORS = (
     "#1d4ed8", "#15803d", "#7c3aed", "#0e7490", "#be185d", "#a16207", "#4d7c0f", "#9f1239",
-    "#334155", "#0369a1", "#6d28d9", "#047857", "#b45309",
+    "#334155", "#0369a1", "#6d28d9", "#047857", "#b45309", "#db2777",
 )  # fmt: skip
-MARKERS = "svD^<>pPXh*d8"
+MARKERS = "svD^<>pPXh*d8H"
 
 
 def draw_comparison(stages: Mapping[str, Sequence[Score]]) -> Any:

@@ -195,15 +195,20 @@ def target_accuracy(found: Sequence[Score], share: float) -> float | None:
 
 
 def rank_rivals(found: Sequence[Score], share: float) -> list[Score]:
-    """Return the best score of every rival, those first that reach the target with fewest bits.
+    """Return every rival at its best, those first that hold the target, by the bits it took them.
 
-    Those that do not reach it come behind, by accuracy.
+    To hold it is to have it in the mean of the last evaluations: one may pass it by chance. The
+    others come behind, those that reached it once before those that did not.
     """
     target = target_accuracy(found, share)
 
-    def order(score: Score) -> tuple[float, float]:
+    def order(score: Score) -> tuple[bool, float, float]:
         megabytes = None if target is None else score.megabytes_to(target)
-        return (math.inf if megabytes is None else megabytes, -score.mean("accuracy"))
+        accuracy = score.mean("accuracy")
+        holds = target is None or accuracy >= target
+        return (not holds, math.inf if megabytes is None else megabytes, -accuracy)
 
-    ranked = sorted((s for s in best_by_label(found).values() if s.is_rival), key=order)
-    return list({score.compressor: score for score in reversed(ranked)}.values())[::-1]
+    best: dict[str, Score] = {}
+    for score in sorted((s for s in best_by_label(found).values() if s.is_rival), key=order):
+        best.setdefault(score.compressor, score)
+    return list(best.values())
