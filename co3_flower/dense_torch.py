@@ -46,8 +46,9 @@ class TorchDense:
     def on(cls, device: Any) -> TorchDense:
         """Return what works on a device, as torch names it; ConfigError where it has none."""
         try:
+            torch.empty(0, device=device)  # a device may have a name and not be here
             return cls(torch.device(device))
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"device must be one that torch has here, got {device!r} ({reason})"
