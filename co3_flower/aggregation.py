@@ -65,7 +65,7 @@ class Decoder:
     norm_limit : NormLimit, optional
         Bound on each update.
     device : str, optional
-        Where the codec decodes and adds, as torch names it; None for the host.
+        Where `sum_updates` lets the codec decode and add, as torch names it; None for the host.
     """
 
     roles: TensorRoles
@@ -142,10 +142,9 @@ class UpdateSum:
 
     def __post_init__(self) -> None:
         like, dense = self.decoder.roles.like, self.decoder.dense
+        shapes = dict(zip(like.names, like.shapes, strict=True))
         self.total = {
-            name: dense.zeros(math.prod(shape)).reshape(shape)
-            for name, shape in zip(like.names, like.shapes, strict=True)
-            if name in self.names
+            name: dense.zeros(math.prod(shapes[name])).reshape(shapes[name]) for name in self.names
         }
 
     @property
@@ -247,7 +246,7 @@ def decode_replies(
     """
     roles = decoder.roles
     buffers = (n for n in roles.buffer_names if n in roles.floats and n in roles.like.names)
-    result = UpdateSum(dataclasses.replace(decoder, device=None), tuple(buffers))
+    result = UpdateSum(decoder, tuple(buffers))
     updates = []
     for reply, weight in zip(replies, weights, strict=True):
         if (decoded := result.add_dense(reply, weight)) is not None:

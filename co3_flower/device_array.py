@@ -7,6 +7,7 @@ bytes on the host first. Whoever else reads such an Array finds an ordinary one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from flwr.app import Array, ArrayRecord
@@ -40,12 +41,10 @@ class DeviceArray(Array):
         self.shape = tuple(tensor.shape)
         self.stype = "numpy.ndarray"
 
-    @property
+    @cached_property
     def data(self) -> bytes:  # type: ignore[override]
         """The bytes of a .npy file, as in any Array."""
-        if "_bytes" not in self.__dict__:
-            self._bytes = Array(self._on_host()).data
-        return self._bytes
+        return Array(self._on_host()).data
 
     def numpy(self) -> NDArray[Any]:
         """Return a copy of the values on the host."""

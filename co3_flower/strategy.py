@@ -459,7 +459,7 @@ class CO3Strategy(Strategy):
             rival=self._rival,
             num_threads=self.codec.num_threads,
             norm_limit=self._norm_limit(roles),
-            device=self.device,
+            device=self.device if self.inner is None else None,
         )
         if self.inner is None:
             total = sum_updates(decoder, good, self._weights(good))

@@ -11,6 +11,7 @@ from sim.data import check_shares, shared_images
 from sim.outputs import check_is_unused, default_run_dir, read_config
 from sim.settings import (
     DATASETS,
+    PATH_KEYS,
     Settings,
     Value,
     check_dataset,
@@ -22,7 +23,6 @@ from sim.settings import (
 
 DEFAULT_NUM_CLIENTS = 4
 NEEDED = ("torch", "torchvision", "ray", "flwr_datasets", "sklearn", "tensorboard")
-PATH_KEYS = ("run_dir", "memory_dir", "data_dir")
 
 
 def resolve_settings(
@@ -89,7 +89,7 @@ def resolve_remote_settings(
         A wrong key or value, or a relative path.
     """
     settings = Settings.from_run_config(_merge(config, overrides, num_clients))
-    paths = {name.replace("_", "-"): getattr(settings, name) for name in PATH_KEYS}
+    paths = {key: str(settings.as_run_config()[key]) for key in PATH_KEYS}
     if settings.dataset not in DATASETS:
         paths["dataset"] = settings.dataset
     for key, path in paths.items():
@@ -121,7 +121,8 @@ def settle(values: Mapping[str, Value], folder: Path) -> Settings:
     settings = Settings.from_run_config(values)
     if settings.resume:
         raise ConfigError("resume must be false here, got true; use `co3 run --resume RUN_DIR`")
-    paths = {name: _absolute(getattr(settings, name), name, folder) for name in PATH_KEYS}
+    given = settings.as_run_config()
+    paths = {key.replace("-", "_"): _absolute(str(given[key]), key, folder) for key in PATH_KEYS}
     if settings.dataset not in DATASETS:
         paths["dataset"] = _absolute(settings.dataset, "dataset", folder)
     clients = settings.num_clients or DEFAULT_NUM_CLIENTS
@@ -131,10 +132,10 @@ def settle(values: Mapping[str, Value], folder: Path) -> Settings:
     return settings
 
 
-def _absolute(path: str, name: str, folder: Path) -> str:
+def _absolute(path: str, key: str, folder: Path) -> str:
     if not path:
         return ""
-    return str((folder / expand_path(path, name.replace("_", "-"))).resolve())
+    return str((folder / expand_path(path, key)).resolve())
 
 
 def check_packages() -> None:

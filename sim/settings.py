@@ -51,6 +51,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
 }
 
+PATH_KEYS = ("run-dir", "memory-dir", "data-dir")  # of a machine, not of an experiment
+
 # Key -> (rule in words, test).
 RANGES = {
     "num-server-rounds": ("at least 1", lambda x: x >= 1),

@@ -41,11 +41,18 @@ from sim.points import (
     sole_owner,
 )
 from sim.resolve import check_machine, check_packages, settle
-from sim.settings import DEFAULTS, Value, check_keys, check_scalar, parse_overrides, read_toml
+from sim.settings import (
+    DEFAULTS,
+    PATH_KEYS,
+    Value,
+    check_keys,
+    check_scalar,
+    parse_overrides,
+    read_toml,
+)
 
 GRID = "grid"
 SEED = "seed"
-PATHS = ("run-dir", "memory-dir", "data-dir")  # of a machine, not of an experiment
 
 
 def read_sweep_file(path: Path) -> tuple[Values, list[Values]]:
@@ -195,7 +202,7 @@ def _check_same_settings(point: Point) -> None:
         return
     stored = {**DEFAULTS, **json.loads(text)["run_config"]}
     for key, wanted in point.settings.as_run_config().items():
-        if stored[key] != wanted and key not in PATHS:
+        if stored[key] != wanted and key not in PATH_KEYS:
             raise ConfigError(
                 f"{key} must be {stored[key]!r} as in {str(point.folder)!r}, got {wanted!r};"
                 " give a changed sweep another folder: -c \"run-dir='...'\""

@@ -31,6 +31,7 @@ from co3_flower import client as client_module
 from co3_flower import dense as dense_module
 from co3_flower.dense import HostDense, bring_to_host, dense_for
 from co3_flower.layout import is_tensor
+from co3_flower.memory import FileStore
 
 torch = pytest.importorskip("torch")
 from co3_flower.dense_torch import TorchDense  # noqa: E402
@@ -81,6 +82,26 @@ def torch_numpy_app() -> ClientApp:
 
 
 APPS = {"message": (message_app, torch_message_app), "numpy": (numpy_app, torch_numpy_app)}
+
+
+def app_giving(make: Callable[[Message, Context], Any], mod: Any = co3_mod) -> ClientApp:
+    """Return a message-API app whose clients send these tensors as their new weights."""
+    app = ClientApp(mods=[mod])
+
+    @app.train()
+    def step(message: Message, context: Context) -> Message:
+        records = {
+            "arrays": device_record(make(message, context)),
+            "metrics": MetricRecord({"num-examples": 1}),
+        }
+        return Message(RecordDict(records), reply_to=message)
+
+    return app
+
+
+def tensors_of(message: Message) -> dict[str, Any]:
+    """Return the model of a train message."""
+    return {k: torch.tensor(v.numpy()) for k, v in message.content["arrays"].items()}
 
 
 class Lossy:
@@ -208,34 +229,33 @@ def test_other_compressors_and_targets_give_the_same_bytes(config: Any) -> None:
 
 @pytest.mark.usefixtures("on_device")
 def test_residual_in_files_is_the_same(tmp_path: Path) -> None:
-    files = {}
+    kept: dict[str, list[Any]] = {}
     for name, app in (("host", message_app()), ("device", torch_message_app())):
         folder = tmp_path / name
         train(app, SPARSE, memory_dir=str(folder), experiment_id="e")
-        files[name] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert len(files["host"]) == 8
-    assert files["device"].keys() == files["host"].keys()
-    # tensors lie in a file in the order in which they came
-    assert {k: len(v) for k, v in files["device"].items()} == {
-        k: len(v) for k, v in files["host"].items()
-    }
+        assert len(list(folder.iterdir())) == 8
+        kept[name] = []
+        for client in range(4):
+            store = FileStore(folder, "e", client)
+            for generation in store.generations():
+                found = store.read(generation)
+                assert found is not None
+                residual, payload = found
+                arrays = {key: value.tobytes() for key, value in residual.items()}
+                kept[name].append((generation, arrays, payload))
+    assert len(kept["host"]) == 8
+    assert kept["device"] == kept["host"]
 
 
 @pytest.mark.usefixtures("on_device")
 def test_only_the_residual_comes_to_the_host_with_an_entry_per_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    app = ClientApp(mods=[co3_mod])
     size = 400_000
 
-    @app.train()
-    def step(message: Message, context: Context) -> Message:
+    def noise(message: Message, context: Context) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(int(context.node_config["partition-id"]))
-        after = {"w": torch.randn(1000, size // 1000, generator=generator)}
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(
-            RecordDict({"arrays": device_record(after), "metrics": metrics}), reply_to=message
-        )
+        return {"w": torch.randn(1000, size // 1000, generator=generator)}
 
     moved: list[int] = []
     cpu = torch.Tensor.cpu
@@ -245,7 +265,7 @@ def test_only_the_residual_comes_to_the_host_with_an_entry_per_parameter(
         return cpu(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    grid = LocalGrid(app, 1)
+    grid = LocalGrid(app_giving(noise), 1)
     model = record_of({"w": np.zeros((1000, size // 1000), np.float32)})
     strategy = CO3Strategy(CodecConfig(structure="none"), num_clients=1, fraction_evaluate=0.0)
     strategy.start(grid, model, num_rounds=2)
@@ -281,16 +301,7 @@ def test_numpy_client_may_give_any_tensors_of_a_device(make: Any, on_device: lis
 def test_observer_sees_the_tensors() -> None:
     seen: list[client_module.SentUpdate] = []
     mod = partial(co3_mod, observe=lambda context, sent: seen.append(sent))
-    app = ClientApp(mods=[mod])
-
-    @app.train()
-    def step(message: Message, context: Context) -> Message:
-        after = {k: torch.tensor(v.numpy()) + 1 for k, v in message.content["arrays"].items()}
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(
-            RecordDict({"arrays": device_record(after), "metrics": metrics}), reply_to=message
-        )
-
+    app = app_giving(lambda message, _: {k: v + 1 for k, v in tensors_of(message).items()}, mod)
     train(app, SPARSE, buffers=False, num_rounds=1)
     assert len(seen) == 4
     assert torch.equal(seen[0].update["weight"], torch.ones(10, 64))
@@ -313,17 +324,7 @@ def test_observer_sees_the_tensors() -> None:
     ],
 )
 def test_bad_reply_is_named_as_on_the_host(change: Any, reason: str) -> None:
-    app = ClientApp(mods=[co3_mod])
-
-    @app.train()
-    def step(message: Message, context: Context) -> Message:
-        model = {k: torch.tensor(v.numpy()) for k, v in message.content["arrays"].items()}
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(
-            RecordDict({"arrays": device_record(change(model)), "metrics": metrics}),
-            reply_to=message,
-        )
-
+    app = app_giving(lambda message, _: change(tensors_of(message)))
     grid = LocalGrid([app, message_app()], 2)
     strategy = CO3Strategy(SPARSE, num_clients=2, fraction_evaluate=0.0)
     strategy.start(grid, record_of(initial_model(buffers=True)), num_rounds=1)
@@ -354,9 +355,11 @@ def test_bad_reply_leaves_the_sum_on_a_device_as_it_was() -> None:
     assert models[0] == models[1]
 
 
-def test_device_that_torch_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device must be one that torch has here, got 'gpu7'"):
-        CO3Strategy(SPARSE, device="gpu7")
+@pytest.mark.parametrize("device", ["gpu7", "cuda:99"])
+def test_device_that_torch_does_not_have_is_refused(device: str) -> None:
+    reason = f"device must be one that torch has here, got '{device}'"
+    with pytest.raises(ConfigError, match=reason):
+        CO3Strategy(SPARSE, device=device)
 
 
 # The operations

@@ -31,13 +31,11 @@ from typing import Any
 
 from co3_flower import ConfigError
 from sim.compare.results import LABEL, STAGE, Result, best_by_label, rank_rivals, scores
-from sim.points import Point, point_name
-from sim.settings import Settings, Value, check_keys, check_scalar, read_toml
+from sim.points import Point, Values, point_name
+from sim.settings import Settings, check_keys, check_scalar, read_toml
 
 TARGET_SHARE = "target-share"
 DEFAULT_TARGET_SHARE = 0.95
-
-Values = dict[str, Value]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from co3_flower import ConfigError
 from co3_flower.compressors import is_rival
 from sim.outputs import Row, read_rows, read_summary
 from sim.points import Point
-from sim.settings import Value
+from sim.settings import PATH_KEYS, Value
 
 FILE_NAME = "results.jsonl"
 LABEL, STAGE = "label", "stage"  # beside a point's settings
@@ -113,7 +113,7 @@ def result_of(point: Point) -> Result:
     summary, rows = read_summary(point.folder), read_rows(point.folder)
     assert summary is not None
     config = point.settings.as_run_config()
-    for key in ("run-dir", "memory-dir", "data-dir"):
+    for key in PATH_KEYS:
         del config[key]
     return Result(
         stage=str(point.values[STAGE]),
