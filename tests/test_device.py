@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 from localgrid import LocalGrid
 from tinyapp import (
     TinyNumPyClient,
@@ -116,13 +117,13 @@ class Lossy:
 
 
 def train(
-    app: ClientApp, config: Any, *, buffers: bool = True, num_rounds: int = 3, **changes: Any
+    app: ClientApp, config: Any, *, has_buffers: bool = True, num_rounds: int = 3, **changes: Any
 ) -> tuple[dict[str, bytes], int, list[bytes]]:
     """Train, and return the bytes of the model, R, and those of all residuals."""
     grid = LocalGrid(app, 4, tamper=Lossy())
     settings = {"num_clients": 4, "fraction_evaluate": 0.0, "min_replies": 3, "buffer_keys": None}
     strategy = CO3Strategy(config, **settings | changes)
-    model = record_of(initial_model(buffers=buffers))
+    model = record_of(initial_model(buffers=has_buffers))
     result = strategy.start(grid, model, num_rounds=num_rounds)
     assert result.arrays is not None
     final = {name: value.tobytes() for name, value in arrays_of(result.arrays).items()}
@@ -302,7 +303,7 @@ def test_observer_sees_the_tensors() -> None:
     seen: list[client_module.SentUpdate] = []
     mod = partial(co3_mod, observe=lambda context, sent: seen.append(sent))
     app = app_giving(lambda message, _: {k: v + 1 for k, v in tensors_of(message).items()}, mod)
-    train(app, SPARSE, buffers=False, num_rounds=1)
+    train(app, SPARSE, has_buffers=False, num_rounds=1)
     assert len(seen) == 4
     assert torch.equal(seen[0].update["weight"], torch.ones(10, 64))
     assert is_tensor(seen[0].encoded.residual["weight"])
@@ -353,6 +354,22 @@ def test_bad_reply_leaves_the_sum_on_a_device_as_it_was() -> None:
         assert result.arrays is not None
         models.append({k: v.tobytes() for k, v in arrays_of(result.arrays).items()})
     assert models[0] == models[1]
+
+
+@pytest.mark.parametrize(("inner", "num_sums"), [(None, 10), (FedAvg(), 0)], ids=["alone", "inner"])
+def test_sums_are_made_on_the_device_unless_an_inner_strategy_makes_them(
+    inner: Any, num_sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[int] = []
+    accumulate = TorchDense.accumulate
+
+    def noted(dense: TorchDense, *arguments: Any) -> None:
+        sums.append(1)
+        accumulate(dense, *arguments)
+
+    monkeypatch.setattr(TorchDense, "accumulate", noted)
+    train(message_app(), SPARSE, inner=inner, device="cpu")
+    assert len(sums) == num_sums
 
 
 @pytest.mark.parametrize("device", ["gpu7", "cuda:99"])

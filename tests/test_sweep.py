@@ -176,6 +176,14 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
         pending_points(points_of(tmp_path, TWO_GRIDS, "lr=0.25"))
 
 
+def test_a_sweep_goes_on_where_other_folders_are_named(tmp_path: Path) -> None:
+    points = points_of(tmp_path, TWO_GRIDS)
+    finish(points[0])
+    moved = points_of(tmp_path, TWO_GRIDS, f"memory-dir='{tmp_path}/elsewhere'")
+    assert moved[0].settings.memory_dir != points[0].settings.memory_dir
+    assert pending_points(moved) == moved[1:]
+
+
 def test_a_second_sweep_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     with sole_owner(tmp_path / "a"):
         with pytest.raises(ConfigError, match="one sweep at a time"), sole_owner(tmp_path / "a"):
